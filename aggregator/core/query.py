@@ -15,6 +15,14 @@ from aggregator.core.failures import Failure
 TopicPartition = tuple[str, int]
 """(topic, partition)."""
 
+WAITING, IN_FLIGHT, WRITING, SETTLED, ABANDONED = range(5)
+"""`Query.phase`. Plain integers: they are compared on the path of every query.
+
+WAITING: in a backlog. IN_FLIGHT: in a claim. WRITING: its outcome is decided and being produced.
+SETTLED: result, and dead letter if due, durable. ABANDONED: its epoch ended; the partition's next
+owner has it, and whatever still comes for it is ignored.
+"""
+
 HeaderList = Sequence[tuple[str, bytes | None]]
 """A record's headers in their order, repeats and nulls kept."""
 
@@ -111,7 +119,7 @@ class Query:
     variance: float
     """Of `estimate`."""
     phase: int
-    """`Phase`."""
+    """One of WAITING, IN_FLIGHT, WRITING, SETTLED, ABANDONED."""
     claim_id: int
     """The claim it is in flight with; 0: none."""
     passed_over: bool
@@ -144,7 +152,7 @@ class Query:
         self.failure = None
         self.estimate = 0.0
         self.variance = 0.0
-        self.phase = 0
+        self.phase = WAITING
         self.claim_id = 0
         self.passed_over = False
         self.attempts = 0
