@@ -31,7 +31,7 @@ class Dispatch:
 
 @dataclass(slots=True, kw_only=True)
 class Cancel:
-    """The stream of this server has been silent too long: cut it (its claims become `ClaimLost`)."""
+    """This stream has been silent too long: cut it, and its claims become `ClaimLost`."""
 
     model: str
     server: str
