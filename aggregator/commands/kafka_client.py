@@ -1,0 +1,194 @@
+"""The topics as a user's program sees them: queries in, results out.
+
+What `send`, `tail` and `demo` share. Written straight on the client library, without any of the
+aggregator's own adapters, so that it also shows how a producer and a consumer look. Every call on
+one object comes from one thread. Knows nothing of what a record holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicPartition,
+)
+
+READ_RECORDS_MAX = 1_000
+_METADATA_TIMEOUT_S = 10.0
+_QUIET = logging.getLogger("aggregator.commands.librdkafka")
+_QUIET.addHandler(logging.NullHandler())
+_QUIET.propagate = False
+
+Headers = list[tuple[str, str | bytes | None]]
+
+
+class KafkaClientError(Exception):
+    """The broker or a topic can't be reached: the message is one line for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KafkaOptions:
+    """Where the topics are. `overrides` are raw librdkafka settings, such as security.protocol."""
+
+    bootstrap_servers: str
+    queries_topic: str
+    results_topic: str
+    overrides: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+
+class ResultReader:
+    """Reads a topic's partitions without a group: from now on, or from the beginning.
+
+    The start is fixed when the object is made, so what is written later is not missed. A context
+    manager.
+    """
+
+    def __init__(self, options: KafkaOptions, *, from_beginning: bool = False) -> None:
+        """Look the topic up and start at every partition's end, or beginning.
+
+        Raises:
+            KafkaClientError: no broker answers, or there is no such topic.
+        """
+        self._consumer = Consumer(
+            {
+                **options.overrides,
+                "bootstrap.servers": options.bootstrap_servers,
+                # The library asks for a group's name; none is joined and nothing is committed.
+                "group.id": "aggregator-reader",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "auto.offset.reset": "earliest",
+                "fetch.wait.max.ms": 10,
+                "logger": _QUIET,
+            }
+        )
+        try:
+            self._consumer.assign(self._starts(options, from_beginning=from_beginning))
+        except KafkaException as error:
+            self._consumer.close()
+            raise KafkaClientError(_sentence(error, options.bootstrap_servers)) from error
+        except KafkaClientError:
+            self._consumer.close()
+            raise
+
+    def _starts(self, options: KafkaOptions, *, from_beginning: bool) -> list[TopicPartition]:
+        topic = options.results_topic
+        found = self._consumer.list_topics(topic, timeout=_METADATA_TIMEOUT_S).topics[topic]
+        if found.error is not None or not found.partitions:
+            raise KafkaClientError(f"there is no topic {topic!r} at {options.bootstrap_servers}")
+        starts = []
+        for partition in sorted(found.partitions):
+            start = TopicPartition(topic, partition, OFFSET_BEGINNING)
+            if not from_beginning:
+                _, start.offset = self._consumer.get_watermark_offsets(
+                    start, timeout=_METADATA_TIMEOUT_S
+                )
+            starts.append(start)
+        return starts
+
+    def __enter__(self) -> Self:
+        """Read in a `with` block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def read(self, timeout_s: float) -> list[Message]:
+        """Wait up to `timeout_s` for a record; give it and what else has already come.
+
+        `consume(n, t)` would wait for all n, hence the two steps.
+
+        Raises:
+            KafkaClientError: the topic has gone, or access to it.
+        """
+        first = self._consumer.poll(timeout_s)
+        if first is None:
+            return []
+        records = [first, *self._consumer.consume(READ_RECORDS_MAX - 1, 0)]
+        for record in records:
+            error = record.error()
+            # What heals by itself is the client library's to heal; silence is the caller's timeout.
+            if error is not None and not error.retriable() and not _passing(error):
+                raise KafkaClientError(f"reading results failed: {error.str()}")
+        return [record for record in records if record.error() is None]
+
+    def close(self) -> None:
+        """Give the connections up."""
+        self._consumer.close()
+
+
+class QuerySender:
+    """Produces records to the queries topic."""
+
+    def __init__(self, options: KafkaOptions, *, linger_ms: float = 1.0) -> None:
+        """Connect in the background; failures show in the delivery reports."""
+        self._topic = options.queries_topic
+        self._producer = Producer(
+            {
+                **options.overrides,
+                "bootstrap.servers": options.bootstrap_servers,
+                # Where Java clients put a key too; the library's own default differs.
+                "partitioner": "murmur2_random",
+                "acks": "all",
+                "enable.idempotence": True,
+                "linger.ms": linger_ms,
+                "logger": _QUIET,
+            }
+        )
+
+    def send(
+        self,
+        value: bytes,
+        headers: Headers,
+        *,
+        key: bytes | None,
+        on_delivery: Callable[[KafkaError | None, Message], None],
+    ) -> None:
+        """Hand a record over; `on_delivery` is called from a later `poll` or `flush`.
+
+        Raises:
+            BufferError: the local queue is full: poll, then try again.
+            KafkaClientError: the record was refused at once, such as one that is too large.
+        """
+        try:
+            self._producer.produce(
+                self._topic, value, key, headers=headers, on_delivery=on_delivery
+            )
+        except KafkaException as error:
+            raise KafkaClientError(f"a query was not accepted: {error.args[0].str()}") from error
+
+    def poll(self, timeout_s: float = 0) -> None:
+        """Serve delivery reports."""
+        self._producer.poll(timeout_s)
+
+    def flush(self, timeout_s: float) -> int:
+        """Wait until all is delivered; gives how many records are not."""
+        return int(self._producer.flush(timeout_s))
+
+
+def _passing(error: KafkaError) -> bool:
+    """Whether an error of a read is news about connections rather than about the topic."""
+    return error.code() in (
+        KafkaError._TRANSPORT,
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError._RESOLVE,
+        KafkaError._TIMED_OUT,
+    )
+
+
+def _sentence(error: KafkaException, servers: str) -> str:
+    """One line for a failed look-up."""
+    cause: KafkaError = error.args[0]
+    if _passing(cause):
+        return f"no Kafka broker answers at {servers}"
+    return f"looking up the topics at {servers} failed: {cause.str()}"

@@ -1,0 +1,165 @@
+"""A record of the results topic, as a consumer reads it, and how people are shown it.
+
+Both content types become one `ReceivedResult`. Its JSON is the schema of JSON results, so that
+`--json` prints the same whatever was on the topic. Knows nothing of Kafka's client but a message's
+accessors.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from protos.embedding.v1 import query_pb2
+
+DIMENSIONS_SHOWN = 4
+_ENCODING_NAMES = {
+    number: name.removeprefix("ENCODING_").lower()
+    for name, number in query_pb2.Encoding.items()
+    if number
+}
+_NUMPY = {"float32": "<f4", "float16": "<f2", "int8": "i1", "ubinary": "u1"}
+
+
+class Record(Protocol):
+    """What is needed of a Kafka message."""
+
+    def value(self) -> bytes | str | None: ...
+    def headers(self) -> list[tuple[str, bytes | None]] | None: ...
+
+
+class NotAResultError(ValueError):
+    """The record is not a result of an aggregator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedResult:
+    """One result.
+
+    `status`: `OK` or the error's code. `vector`: float32 of shape (dimensions,) with `scale`
+    applied, for ubinary of 0 and 1; None for an error. `fields`: the result by the JSON schema, the
+    vector left as an array of numbers.
+    """
+
+    id: str
+    status: str
+    vector: npt.NDArray[np.float32] | None
+    fields: dict[str, Any]
+
+    @property
+    def ok(self) -> bool:
+        """Whether it holds a vector."""
+        return self.status == "OK"
+
+    @property
+    def tokens(self) -> int:
+        """Exact tokens; 0 for an error."""
+        return int(self.fields.get("tokens", 0))
+
+    def as_json(self) -> str:
+        """The result on one line, by the schema of JSON results."""
+        return json.dumps(self.fields, ensure_ascii=False)
+
+    def as_line(self) -> str:
+        """Id, status, tokens, times and the first numbers, for people."""
+        error = self.fields.get("error")
+        if error is not None or self.vector is None:
+            error = error or {}
+            field = f" (field {error['field']})" if error.get("field") else ""
+            return f"{self.id}  {self.status}  {error.get('reason')}{field}: {error.get('message')}"
+        numbers = " ".join(f"{number:+.4f}" for number in self.vector[:DIMENSIONS_SHOWN])
+        more = " ..." if len(self.vector) > DIMENSIONS_SHOWN else ""
+        queue_ms, inference_ms = self.fields.get("queue_ms", 0), self.fields.get("inference_ms", 0)
+        return (
+            f"{self.id}  OK  {self.tokens} tokens  queue {queue_ms:.1f} ms  "
+            f"inference {inference_ms:.1f} ms  {len(self.vector)} dims [{numbers}{more}]"
+        )
+
+
+def header(record: Record, name: str) -> str | None:
+    """The last header of this name as text; None: there is none."""
+    for key, value in reversed(record.headers() or []):
+        if key == name:
+            return None if value is None else value.decode("utf-8", "replace")
+    return None
+
+
+def read_result(record: Record) -> ReceivedResult:
+    """Read a record of the results topic.
+
+    Raises:
+        NotAResultError: its content type or its value is not that of a result.
+    """
+    content_type, value = header(record, "content-type"), record.value()
+    if not isinstance(value, bytes):
+        raise NotAResultError("the record has no value")
+    try:
+        if content_type == "application/protobuf":
+            fields = _fields_of_protobuf(query_pb2.Result.FromString(value))
+        elif content_type == "application/json":
+            fields = _fields_of_json(value)
+        else:
+            raise NotAResultError(f"its content-type is {content_type!r}")
+        vector = _vector(fields)
+    except (DecodeError, ValueError, KeyError, TypeError) as error:
+        raise NotAResultError(f"its value can't be read: {error}") from error
+    error_fields = fields.get("error")
+    status = "OK" if error_fields is None else str(error_fields.get("code", "UNKNOWN"))
+    return ReceivedResult(id=str(fields.get("id", "")), status=status, vector=vector, fields=fields)
+
+
+def _fields_of_protobuf(result: query_pb2.Result) -> dict[str, Any]:
+    """The same names and types as in JSON; absent fields are left out."""
+    fields: dict[str, Any] = {}
+    for descriptor, value in result.ListFields():
+        if descriptor.name in ("error", "source"):
+            fields[descriptor.name] = {part.name: content for part, content in value.ListFields()}
+        elif descriptor.name == "encoding":
+            fields["encoding"] = _ENCODING_NAMES[value]
+        else:
+            fields[descriptor.name] = value
+    if "embedding" in fields:
+        fields["embedding"] = _numbers(fields["embedding"], fields["encoding"]).tolist()
+    return fields
+
+
+def _fields_of_json(value: bytes) -> dict[str, Any]:
+    fields = json.loads(value)
+    if not isinstance(fields, dict):
+        raise NotAResultError("its value is not a JSON object")
+    fields = {name: content for name, content in fields.items() if content is not None}
+    embedding = fields.get("embedding")
+    if isinstance(embedding, str):
+        data = base64.b64decode(embedding, validate=True)
+        fields["embedding"] = _numbers(data, fields["encoding"]).tolist()
+    return fields
+
+
+def _numbers(data: bytes, encoding: str) -> npt.NDArray[Any]:
+    return np.frombuffer(data, _NUMPY[encoding])
+
+
+def _vector(fields: dict[str, Any]) -> npt.NDArray[np.float32] | None:
+    """The vector in float32, or None for an error.
+
+    Raises:
+        ValueError: it has not the dimensions that the result says.
+    """
+    if "embedding" not in fields:
+        return None
+    encoding = fields["encoding"]
+    if encoding == "ubinary":
+        vector = np.unpackbits(np.asarray(fields["embedding"], np.uint8)).astype(np.float32)
+    else:
+        vector = np.asarray(fields["embedding"], np.float32)
+    if encoding == "int8":
+        vector *= np.float32(fields["scale"])
+    if vector.shape != (fields["dimensions"],):
+        raise ValueError(f"{len(vector)} numbers for {fields['dimensions']} dimensions")
+    return vector
