@@ -1,0 +1,85 @@
+"""Fixtures that more than one tier uses: brokers and topics.
+
+Nothing starts before a test asks for it. What a tier needs and this machine lacks is a visible
+skip on a developer's machine and a failure with CI=true.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from aggregator.adapters.mock_broker import MockBroker
+from ops.kafka.node import KafkaNode, KafkaUnavailableError
+
+TopicFactory = Callable[..., str]
+"""`make(prefix="topic", partitions=1, **config)` -> name; underscores in config keys are dots."""
+
+
+def unavailable(reason: str) -> None:
+    """Skip the test, or fail it where every tier must run."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"CI=true forbids skipping a tier: {reason}")
+    pytest.skip(reason)
+
+
+def unique_name(prefix: str) -> str:
+    """Return a name that no other test uses: for topics, groups, transactional ids."""
+    return f"{prefix}-{uuid.uuid4().hex[:10]}"
+
+
+@pytest.fixture(scope="session")
+def kafka() -> Iterator[KafkaNode]:
+    """One real Apache Kafka node for the whole session; `bootstrap_servers` is its address.
+
+    Tests that kill or freeze it start their own `KafkaNode`.
+    """
+    node = KafkaNode()
+    try:
+        node.start()
+    except KafkaUnavailableError as error:
+        unavailable(str(error))
+    try:
+        yield node
+    finally:
+        node.stop()
+
+
+@pytest.fixture
+def kafka_topic(kafka: KafkaNode) -> TopicFactory:
+    """Make topics of unique names on the real node."""
+    from confluent_kafka.admin import AdminClient
+    from confluent_kafka.cimpl import NewTopic
+
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
+
+    def make(prefix: str = "topic", partitions: int = 1, **config: str) -> str:
+        name = unique_name(prefix)
+        dotted = {key.replace("_", "."): value for key, value in config.items()}
+        topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=dotted)
+        admin.create_topics([topic])[name].result(30)
+        return name
+
+    return make
+
+
+@pytest.fixture
+def mock_broker() -> Iterator[MockBroker]:
+    """A mock cluster of its own for this test."""
+    with MockBroker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def mock_topic(mock_broker: MockBroker) -> TopicFactory:
+    """Make topics of unique names on the mock cluster, which knows no topic settings."""
+
+    def make(prefix: str = "topic", partitions: int = 1) -> str:
+        name = unique_name(prefix)
+        mock_broker.create_topic(name, partitions)
+        return name
+
+    return make
