@@ -31,6 +31,7 @@ class Query:
     """One record of the queries topic, from its admission until it is settled or abandoned."""
 
     __slots__ = (
+        "answered_ns",
         "arrived_ns",
         "attempts",
         "bad_answers",
@@ -51,6 +52,7 @@ class Query:
         "inference_us",
         "input_type",
         "key",
+        "letter_step",
         "losses",
         "model",
         "model_revision",
@@ -141,9 +143,13 @@ class Query:
     row: int
     """Its row in `group`."""
     inference_us: int
+    answered_ns: int
+    """Monotonic time of the answer that brought its vector."""
     model_revision: str
     write_step: int
     """Which form of the result is being written (`aggregator.core.delivery`)."""
+    letter_step: int
+    """The same of its dead letter."""
     writes_pending: int
     """Records not yet durable: its result, and its dead letter if due."""
 
@@ -164,8 +170,10 @@ class Query:
         self.group = None
         self.row = 0
         self.inference_us = 0
+        self.answered_ns = 0
         self.model_revision = ""
         self.write_step = 0
+        self.letter_step = 0
         self.writes_pending = 0
 
 
