@@ -1,0 +1,65 @@
+"""Structured logs on standard error, as JSON lines or for a console.
+
+Loggers are handed in; nothing here is global but structlog's own configuration, which is set once
+at start. Standard error, so that standard output holds only what a command was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+import orjson
+import structlog
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger, Processor
+
+    Logger = FilteringBoundLogger
+else:
+    Logger = Any
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+def configure_logs(
+    log_format: Literal["json", "console"], level: str, *, stream: TextIO | None = None
+) -> Logger:
+    """Configure structlog and return the root logger.
+
+    Args:
+        log_format: One JSON object a line, or coloured columns when a terminal is attached.
+        level: One of LEVELS; what is below it costs next to nothing.
+        stream: Where to; standard error when absent.
+    """
+    out = stream or sys.stderr
+    shared: list[Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    factory: Any
+    if log_format == "json":
+        shared.append(structlog.processors.format_exc_info)
+        shared.append(structlog.processors.JSONRenderer(serializer=_dumps))
+        factory = structlog.WriteLoggerFactory(file=out)
+    else:
+        shared.append(structlog.dev.ConsoleRenderer(colors=out.isatty()))
+        factory = structlog.PrintLoggerFactory(file=out)
+    structlog.configure(
+        processors=shared,
+        wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
+        logger_factory=factory,
+        cache_logger_on_first_use=True,
+    )
+    logger: Logger = structlog.get_logger()
+    return logger
+
+
+def _dumps(value: object, **_: object) -> str:
+    return orjson.dumps(value, default=repr).decode()
