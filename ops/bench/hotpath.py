@@ -2,7 +2,7 @@
 
 One aggregator process as users run it, a model server with the simulated engine answering at once
 in another, librdkafka's mock cluster in a third, on as many partitions as keep each under 3 MB;
-real clients, 384 float32 dimensions, Protobuf (`JSON=1` or `--json`: JSON with arrays). The queries
+real clients, 384 float32 dimensions, Protobuf (`JSON=1` or `--json-arrays`: JSON with arrays). The queries
 are on the topic before the aggregator starts. The bare loop (`ops/bench/floor.py`) runs in turn
 with it, against the same broker and model server; the median of the rounds is what counts.
 
@@ -174,8 +174,8 @@ def run_floor(bootstrap: str, server: str, count: int, *, as_json: bool) -> Cost
 
 def measure(options: argparse.Namespace) -> list[tuple[Cost, Cost]]:
     """The rounds: the aggregator, then the floor, on a fresh broker each."""
-    values = encode(read_queries(options.queries, options.count), as_json=options.json)
-    partitions = 1 + options.count * RESULT_BYTES[options.json] // PARTITION_BYTES_MAX
+    values = encode(read_queries(options.queries, options.count), as_json=options.json_arrays)
+    partitions = 1 + options.count * RESULT_BYTES[options.json_arrays] // PARTITION_BYTES_MAX
     if sum(map(len, values)) > QUERY_PARTITIONS * PARTITION_BYTES_MAX // 2:
         raise BenchError("too many queries for the mock cluster's partitions: lower --count")
     topics = {"queries": QUERY_PARTITIONS, "queries.dlq": 1}
@@ -189,10 +189,10 @@ def measure(options: argparse.Namespace) -> list[tuple[Cost, Cost]]:
         child.wait_ready(f"{url}/readyz")
         for number in range(options.rounds):
             with MockBroker(topics) as broker:
-                produce(broker.bootstrap_servers, values, as_json=options.json)
+                produce(broker.bootstrap_servers, values, as_json=options.json_arrays)
                 ours = run_aggregator(broker.bootstrap_servers, server, options.count)
                 floor = run_floor(
-                    broker.bootstrap_servers, server, options.count, as_json=options.json
+                    broker.bootstrap_servers, server, options.count, as_json=options.json_arrays
                 )
             rounds.append((ours, floor))
             console.print(
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--queries", type=Path, help="id TAB text, or plain lines")
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="JSON arrays instead of Protobuf")
+    parser.add_argument("--json-arrays", action="store_true", help="JSON arrays instead of Protobuf")
     options = parser.parse_args()
     try:
         rounds = measure(options)
@@ -224,7 +224,7 @@ def main() -> int:
     floor_rate = statistics.median(cost.queries_per_s for _, cost in rounds)
     ratio = statistics.median(a.cpu_us_per_query / b.cpu_us_per_query for a, b in rounds)
     show(
-        f"{options.count:,} queries, {'JSON arrays' if options.json else 'Protobuf'}, "
+        f"{options.count:,} queries, {'JSON arrays' if options.json_arrays else 'Protobuf'}, "
         f"median of {options.rounds}",
         ("", "CPU us per query", "queries per second"),
         [
@@ -236,7 +236,7 @@ def main() -> int:
     report(
         {
             "bench": "hotpath",
-            "format": "json" if options.json else "protobuf",
+            "format": "json" if options.json_arrays else "protobuf",
             "model": MODEL,
             "queries": options.count,
             "rounds": options.rounds,
