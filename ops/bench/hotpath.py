@@ -2,7 +2,7 @@
 
 One aggregator process as users run it, a model server with the simulated engine answering at once
 in another, librdkafka's mock cluster in a third, on as many partitions as keep each under 3 MB;
-real clients, 384 float32 dimensions, Protobuf (`JSON=1` or `--json-arrays`: JSON with arrays). The queries
+real clients, 384 float32 dimensions, Protobuf (`JSON=1`: JSON with arrays). The queries
 are on the topic before the aggregator starts. The bare loop (`ops/bench/floor.py`) runs in turn
 with it, against the same broker and model server; the median of the rounds is what counts.
 
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--queries", type=Path, help="id TAB text, or plain lines")
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json-arrays", action="store_true", help="JSON arrays instead of Protobuf")
+    parser.add_argument("--json-arrays", action="store_true", help="instead of Protobuf")
     options = parser.parse_args()
     try:
         rounds = measure(options)

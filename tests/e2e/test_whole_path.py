@@ -1,4 +1,4 @@
-"""Queries through a real Kafka node, the aggregator and the torch engine, judged by another library.
+"""Queries through a real Kafka node, the aggregator and the torch engine, judged from outside.
 
 `ops/verify.py` is the judge; a user runs it on files of any size (`make verify`).
 """
