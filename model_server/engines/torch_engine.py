@@ -1,0 +1,436 @@
+"""Real embeddings with torch: any encoder or decoder in the sentence-transformers layout.
+
+Owns the loaded model and its one forward pass over texts laid end to end, without padding.
+Invariants: a text's vector does not depend on its pass mates; a model whose attention can't be
+computed so exactly is refused at load, with its reason. It knows nothing of requests, batching or
+deadlines.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from model_server.engines.base import (
+    EngineDiedError,
+    EngineOutOfMemoryError,
+    ModelInfo,
+    Text,
+    TextRefused,
+    Tokens,
+    Vectors,
+)
+from model_server.engines.model_folder import ModelFolder, ModelRefusedError, read_model_folder
+from model_server.engines.modules import Tail, output_dimension
+from model_server.engines.pooling import Segments, pool
+from model_server.engines.revision import RevisionInputs, model_revision
+from model_server.engines.tokenization import Tokenization, load_tokenizer
+from model_server.engines.torch_attention import (
+    ATTENTION_NAME,
+    UnsupportedAttentionError,
+    pack,
+    register,
+)
+
+Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""[tokens] of a pass: token ids or positions."""
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+_PROBE_LENGTHS: Final = (3, 11, 3, 7)
+_PROBE_COSINE_MIN: Final = 0.999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """How to load a model."""
+
+    model_path: str | Path
+    device: str = "auto"
+    """`auto` (CUDA if there is one, else CPU) or what `torch.device` takes."""
+    dtype: str = "float32"
+    """`float32`, `bfloat16`, or `float16` (CUDA)."""
+    threads: int = 0
+    """Of torch, on a CPU; 0: as many as this process may use."""
+    pooling: str | None = None
+    """Only for a folder without `modules.json`: a mode, or several with commas."""
+    input_tokens_max: int | None = None
+    """Lowers the model's maximum."""
+    cache_dir: Path | None = None
+    """Where hashes of unchanged files are remembered."""
+
+
+class TorchEngine:
+    """The engine protocol on torch; `load` makes one."""
+
+    def __init__(self, model: _PackedModel, tokenization: Tokenization, info: ModelInfo) -> None:
+        self._model: _PackedModel | None = model
+        self._tokenization = tokenization
+        self._info = info
+
+    @classmethod
+    def load(cls, options: TorchOptions) -> TorchEngine:
+        """Load a model from a local folder; nothing is downloaded.
+
+        Raises:
+            ModelRefusedError: the model can't be served exactly, or an option contradicts it.
+        """
+        if options.dtype not in DTYPES:
+            raise ModelRefusedError(f"dtype {options.dtype!r} is none of {', '.join(DTYPES)}")
+        _set_threads(options.threads)
+        folder = read_model_folder(options.model_path, options.pooling)
+        device = _device(options.device)
+        model = _PackedModel(folder, device=device, dtype=DTYPES[options.dtype])
+        parts = load_tokenizer(folder.transformer)
+        maximum = _input_tokens_max(
+            options.input_tokens_max,
+            folder.transformer.max_seq_length,
+            parts.model_max_length,
+            model.positions_max,
+        )
+        tokenization = Tokenization(
+            parts, input_tokens_max=maximum, include_prompt=folder.pooling.include_prompt
+        )
+        model.probe()
+        return cls(model, tokenization, _model_info(options, folder, model, maximum))
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served."""
+        return self._info
+
+    def tokenize(self, texts: Sequence[Text]) -> list[Tokens | TextRefused]:
+        """Count and encode, one answer a text, in order."""
+        return self._tokenization.encode(texts)
+
+    def embed(self, inputs: Sequence[Tokens]) -> Vectors:
+        """One forward pass; float32 [inputs, dimensions].
+
+        Raises:
+            EngineOutOfMemoryError: the pass was too large for the memory.
+            EngineDiedError: the device is gone, or the engine is closed.
+        """
+        if self._model is None:
+            raise EngineDiedError("the engine is closed")
+        try:
+            return self._model.embed(inputs)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise EngineOutOfMemoryError(str(error)) from error
+        except RuntimeError as error:
+            raise _translated(error) from error
+
+    def reference(self, inputs: Sequence[Tokens]) -> Vectors:
+        """The same vectors by transformers' stock attention in float32, one input at a time.
+
+        Loads a second copy of the weights for the time of the call.
+        """
+        if self._model is None:
+            raise EngineDiedError("the engine is closed")
+        stock = _StockModel(self._model.folder, self._model.device)
+        return np.concatenate([stock.embed(one) for one in inputs])
+
+    def close(self) -> None:
+        """Free the weights. Idempotent."""
+        self._model = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+class _PackedModel:
+    """The transformer with packed attention, our pooling and the modules after it."""
+
+    def __init__(self, folder: ModelFolder, *, device: torch.device, dtype: torch.dtype) -> None:
+        register()
+        self.folder = folder
+        self.device = device
+        self._transformer = _load_transformer(folder, device, dtype, attention=ATTENTION_NAME)
+        self._position_offset, self.positions_max = _positions(self._transformer)
+        _refuse_unknown_architecture(self._transformer)
+        self.tail = _load_tail(folder, device)
+        hidden_size = int(self._transformer.config.hidden_size)
+        self.dimensions = _dimensions(folder, hidden_size)
+
+    @torch.inference_mode()
+    def embed(self, inputs: Sequence[Tokens]) -> Vectors:
+        """One pass over all inputs, sorted by length inside, answered in their order."""
+        order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
+        lengths = [len(inputs[index].ids) for index in order]
+        ids = np.concatenate([np.asarray(inputs[index].ids, dtype=np.int64) for index in order])
+        output = self._transformer(
+            input_ids=self._on_device(ids),
+            position_ids=self._on_device(self._position_ids(ids, lengths)),
+            packing=pack(lengths, self.device),
+            **_extra_inputs(self._transformer),
+        )
+        vectors = _pool_and_finish(
+            output.last_hidden_state[0], [inputs[index] for index in order], self.folder, self.tail
+        )
+        answers = np.empty((len(inputs), self.dimensions), dtype=np.float32)
+        answers[order] = vectors
+        return answers
+
+    def _on_device(self, values: Ids) -> torch.Tensor:
+        return torch.from_numpy(values)[None].to(self.device)
+
+    def _position_ids(self, ids: Ids, lengths: list[int]) -> Ids:
+        """Each token's position in its own text, as the model counts positions."""
+        count = np.asarray(lengths, dtype=np.int64)
+        starts = np.cumsum(count) - count
+        if self._position_offset == 0:
+            positions: Ids = np.arange(len(ids)) - np.repeat(starts, count)
+            return positions
+        # RoBERTa's way (transformers' create_position_ids_from_input_ids): padding tokens, which a
+        # text may spell out, have the padding position and are not counted.
+        padding = self._position_offset - 1
+        real = (ids != padding).astype(np.int64)
+        before = np.concatenate([[0], np.cumsum(real)])
+        place = before[1:] - np.repeat(before[starts], count)
+        positions = place * real + padding
+        return positions
+
+    def probe(self) -> None:
+        """Embed random ids together and alone: tells whether texts are kept apart.
+
+        Raises:
+            ModelRefusedError: the architecture does not work with packed attention.
+        """
+        kind = type(self._transformer).__name__
+        random = np.random.default_rng(7)
+        vocabulary = int(self._transformer.config.vocab_size)
+        probes = [
+            Tokens(ids=random.integers(vocabulary, size=length).tolist())
+            for length in _PROBE_LENGTHS
+        ]
+        try:
+            together = self.embed(probes)
+            alone = np.concatenate([self.embed([probe]) for probe in probes])
+        except (UnsupportedAttentionError, TypeError, ValueError, AttributeError) as error:
+            raise ModelRefusedError(f"{kind} can't run without padding: {error}") from error
+        products = np.sum(together * alone, axis=1)
+        norms = np.linalg.norm(together, axis=1) * np.linalg.norm(alone, axis=1)
+        if not np.all(products >= _PROBE_COSINE_MIN * norms):
+            raise ModelRefusedError(f"{kind} mixes texts that lie end to end")
+
+
+class _StockModel:
+    """Plain transformers with stock attention, float32, one text at a time."""
+
+    def __init__(self, folder: ModelFolder, device: torch.device) -> None:
+        self._folder = folder
+        self._device = device
+        self._transformer = _load_transformer(folder, device, torch.float32, attention=None)
+        self._tail = _load_tail(folder, device)
+
+    @torch.inference_mode()
+    def embed(self, one: Tokens) -> Vectors:
+        ids = torch.tensor([list(one.ids)], device=self._device)
+        output = self._transformer(input_ids=ids, attention_mask=torch.ones_like(ids))
+        return _pool_and_finish(output.last_hidden_state[0], [one], self._folder, self._tail)
+
+
+def _pool_and_finish(
+    hidden: torch.Tensor, inputs: Sequence[Tokens], folder: ModelFolder, tail: Tail
+) -> Vectors:
+    lengths = torch.tensor([len(one.ids) for one in inputs])
+    prompts = None
+    if not folder.pooling.include_prompt and any(one.prompt_tokens for one in inputs):
+        prompts = torch.tensor([one.prompt_tokens for one in inputs]).to(hidden.device)
+    segments = Segments(lengths=lengths.to(hidden.device), prompt_tokens=prompts)
+    vectors: Vectors = tail(pool(hidden, segments, folder.pooling)).cpu().numpy()
+    return vectors
+
+
+def _load_transformer(
+    folder: ModelFolder, device: torch.device, dtype: torch.dtype, attention: str | None
+) -> Any:
+    from transformers import AutoConfig, AutoModel  # noqa: PLC0415 - slow to import
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    path = str(folder.transformer.path)
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        model, loading = AutoModel.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **chosen,
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        raise ModelRefusedError(f"transformers can't load {path}: {error}") from error
+    # A pooler (of BERT's next sentence task) is not read by any pooling mode.
+    missing = sorted(name for name in loading["missing_keys"] if not name.startswith("pooler."))
+    missing += [str(entry) for entry in loading.get("mismatched_keys", ())]
+    if missing:
+        raise ModelRefusedError(f"weights are missing in {path}: {', '.join(missing[:5])}")
+    if hasattr(model, "pooler"):
+        model.pooler = None
+    return model.to(device).eval()
+
+
+def _load_tail(folder: ModelFolder, device: torch.device) -> Tail:
+    return Tail(folder.tail, folder.truncate_dim).to(device).eval()
+
+
+def _dimensions(folder: ModelFolder, hidden_size: int) -> int:
+    if folder.pooling.dimension not in (None, hidden_size):
+        raise ModelRefusedError(
+            f"the pooling is for vectors of {folder.pooling.dimension}, the model's are of "
+            f"{hidden_size}"
+        )
+    pooled = hidden_size * len(folder.pooling.modes)
+    return output_dimension(pooled, folder.tail, folder.truncate_dim)
+
+
+def _refuse_unknown_architecture(model: Any) -> None:
+    kind = type(model).__name__
+    if not model.is_backend_compatible():
+        raise ModelRefusedError(
+            f"{kind} has an attention of its own (such as relative position biases), which can't "
+            "run without padding"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelRefusedError(f"{kind} takes no position_ids")
+    types = set(getattr(model.config, "layer_types", None) or ())
+    if types - _LAYER_TYPES:
+        raise ModelRefusedError(f"{kind} has layers of {', '.join(sorted(types - _LAYER_TYPES))}")
+    for name in ("attn_logit_softcapping", "attention_chunk_size"):
+        if getattr(model.config, name, None) is not None:
+            raise ModelRefusedError(f"{kind}: {name} is not computed here")
+
+
+def _positions(model: Any) -> tuple[int, int | None]:
+    """The first position's number, and how many positions there are (None: no bound is known).
+
+    Models with a learned table and a padding position (RoBERTa's family) count from the padding
+    position + 1.
+    """
+    for module in model.modules():
+        padding = getattr(module, "padding_idx", None)
+        table = getattr(module, "position_embeddings", None)
+        if isinstance(table, torch.nn.Embedding) and isinstance(padding, int):
+            return padding + 1, table.num_embeddings - padding - 1
+    declared = getattr(model.config, "max_position_embeddings", None)
+    return 0, declared if isinstance(declared, int) and declared > 0 else None
+
+
+def _input_tokens_max(wanted: int | None, *limits: int | None) -> int:
+    """The least of the model's own limits, or what is wanted if that is less."""
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        if wanted is None:
+            raise ModelRefusedError(
+                "the model declares no maximum of tokens: set the option input_tokens_max"
+            )
+        return wanted
+    if wanted is not None and not 0 < wanted <= min(known):
+        raise ModelRefusedError(
+            f"input_tokens_max = {wanted}: it may only lower the model's maximum of {min(known)}"
+        )
+    return wanted or min(known)
+
+
+def _extra_inputs(model: Any) -> dict[str, Any]:
+    return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            raise ModelRefusedError(f"device {name!r}: {error}") from error
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _set_threads(threads: int) -> None:
+    if threads < 0:
+        raise ModelRefusedError(f"threads = {threads}")
+    torch.set_num_threads(threads or _cpus())
+
+
+def _cpus() -> int:
+    """CPUs that this process may use; a container's quota counts, which torch does not look at."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = len(affinity(0)) if affinity is not None else (os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        limit = max(1, round(int(quota) / int(period)))
+    except (OSError, ValueError):
+        limit = cpus
+    # Torch's own default leaves out hyperthreads, which matrix products gain nothing from.
+    return max(1, min(cpus, limit, torch.get_num_threads()))
+
+
+def _translated(error: RuntimeError) -> Exception:
+    """What a RuntimeError of torch means for the scheduler."""
+    text = str(error)
+    if "can't allocate memory" in text or "out of memory" in text:
+        return EngineOutOfMemoryError(text)
+    if "CUDA error" in text or "device-side assert" in text:
+        return EngineDiedError(text)
+    return error
+
+
+def _model_info(
+    options: TorchOptions, folder: ModelFolder, model: _PackedModel, maximum: int
+) -> ModelInfo:
+    dimensions = model.dimensions
+    folders = [folder.path, folder.transformer.path]
+    folders += [spec.path for spec in folder.tail if hasattr(spec, "path")]
+    settings: dict[str, object] = {
+        "pooling": [*folder.pooling.modes, folder.pooling.include_prompt],
+        "modules": [repr(type(spec).__name__) for spec in folder.tail],
+        "prompts": dict(folder.prompts),
+        "default_prompt_name": folder.default_prompt_name,
+        "truncate_dim": folder.truncate_dim,
+        "input_tokens_max": maximum,
+        "dtype": options.dtype,
+        "quantization": None,
+    }
+    revision = model_revision(
+        folders, RevisionInputs(settings=settings), cache_dir=options.cache_dir
+    )
+    default = folder.default_prompt_name
+    return ModelInfo(
+        revision=revision,
+        dimensions=dimensions,
+        matryoshka_dimensions=tuple(
+            size for size in folder.matryoshka_dimensions if size < dimensions
+        ),
+        normalized=model.tail.normalized,
+        input_tokens_max=maximum,
+        prompts=folder.prompts,
+        default_prompt=folder.prompts.get(default) if default is not None else None,
+        engine="torch",
+        versions={
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
+        },
+        device=_device_name(model.device),
+        precision=options.dtype,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device}: {torch.cuda.get_device_name(device)}"
+    return (
+        f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    )
