@@ -23,7 +23,7 @@ from confluent_kafka import (
 )
 
 READ_RECORDS_MAX = 1_000
-_METADATA_TIMEOUT_S = 10.0
+_METADATA_TIMEOUT_S = 5.0
 _QUIET = logging.getLogger("aggregator.commands.librdkafka")
 _QUIET.addHandler(logging.NullHandler())
 _QUIET.propagate = False
@@ -53,10 +53,12 @@ class ResultReader:
     """
 
     def __init__(self, options: KafkaOptions, *, from_beginning: bool = False) -> None:
-        """Look the topic up and start at every partition's end, or beginning.
+        """Look the topics up and start at the end, or beginning, of each results partition.
+
+        The queries topic is looked for too, since a producer would create a misspelt one.
 
         Raises:
-            KafkaClientError: no broker answers, or there is no such topic.
+            KafkaClientError: no broker answers, or a topic is missing.
         """
         self._consumer = Consumer(
             {
@@ -81,12 +83,16 @@ class ResultReader:
             raise
 
     def _starts(self, options: KafkaOptions, *, from_beginning: bool) -> list[TopicPartition]:
-        topic = options.results_topic
-        found = self._consumer.list_topics(topic, timeout=_METADATA_TIMEOUT_S).topics[topic]
-        if found.error is not None or not found.partitions:
-            raise KafkaClientError(f"there is no topic {topic!r} at {options.bootstrap_servers}")
+        partitions: list[int] = []
+        for topic in (options.queries_topic, options.results_topic):
+            found = self._consumer.list_topics(topic, timeout=_METADATA_TIMEOUT_S).topics[topic]
+            if found.error is not None or not found.partitions:
+                raise KafkaClientError(
+                    f"there is no topic {topic!r} at {options.bootstrap_servers}"
+                )
+            partitions = sorted(found.partitions)
         starts = []
-        for partition in sorted(found.partitions):
+        for partition in partitions:
             start = TopicPartition(topic, partition, OFFSET_BEGINNING)
             if not from_beginning:
                 _, start.offset = self._consumer.get_watermark_offsets(
@@ -130,8 +136,12 @@ class ResultReader:
 class QuerySender:
     """Produces records to the queries topic."""
 
-    def __init__(self, options: KafkaOptions, *, linger_ms: float = 1.0) -> None:
-        """Connect in the background; failures show in the delivery reports."""
+    def __init__(self, options: KafkaOptions, *, idempotent: bool) -> None:
+        """Connect in the background; failures show in the delivery reports.
+
+        `idempotent`: a retried send makes no second record; the first one then takes half a second,
+        since the library asks for its producer id on a timer.
+        """
         self._topic = options.queries_topic
         self._producer = Producer(
             {
@@ -140,8 +150,8 @@ class QuerySender:
                 # Where Java clients put a key too; the library's own default differs.
                 "partitioner": "murmur2_random",
                 "acks": "all",
-                "enable.idempotence": True,
-                "linger.ms": linger_ms,
+                "enable.idempotence": idempotent,
+                "linger.ms": 1,
                 "logger": _QUIET,
             }
         )

@@ -1,8 +1,7 @@
 """A record of the results topic, as a consumer reads it, and how people are shown it.
 
 Both content types become one `ReceivedResult`. Its JSON is the schema of JSON results, so that
-`--json` prints the same whatever was on the topic. Knows nothing of Kafka's client but a message's
-accessors.
+`--json` prints the same whatever was on the topic.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from confluent_kafka import Message
 from google.protobuf.message import DecodeError
 
 from protos.embedding.v1 import query_pb2
@@ -25,13 +25,6 @@ _ENCODING_NAMES = {
     if number
 }
 _NUMPY = {"float32": "<f4", "float16": "<f2", "int8": "i1", "ubinary": "u1"}
-
-
-class Record(Protocol):
-    """What is needed of a Kafka message."""
-
-    def value(self) -> bytes | str | None: ...
-    def headers(self) -> list[tuple[str, bytes | None]] | None: ...
 
 
 class NotAResultError(ValueError):
@@ -68,9 +61,8 @@ class ReceivedResult:
 
     def as_line(self) -> str:
         """Id, status, tokens, times and the first numbers, for people."""
-        error = self.fields.get("error")
-        if error is not None or self.vector is None:
-            error = error or {}
+        if self.vector is None:
+            error = self.fields["error"]
             field = f" (field {error['field']})" if error.get("field") else ""
             return f"{self.id}  {self.status}  {error.get('reason')}{field}: {error.get('message')}"
         numbers = " ".join(f"{number:+.4f}" for number in self.vector[:DIMENSIONS_SHOWN])
@@ -82,42 +74,40 @@ class ReceivedResult:
         )
 
 
-def header(record: Record, name: str) -> str | None:
+def header(record: Message, name: str) -> str | None:
     """The last header of this name as text; None: there is none."""
-    for key, value in reversed(record.headers() or []):
-        if key == name:
-            return None if value is None else value.decode("utf-8", "replace")
+    # The library's type allows for the dictionary that it takes when producing.
+    for key, value in reversed(list(record.headers() or [])):
+        if key == name and isinstance(value, bytes):
+            return value.decode("utf-8", "replace")
     return None
 
 
-def read_result(record: Record) -> ReceivedResult:
+def read_result(record: Message) -> ReceivedResult:
     """Read a record of the results topic.
 
     Raises:
         NotAResultError: its content type or its value is not that of a result.
     """
     content_type, value = header(record, "content-type"), record.value()
-    if not isinstance(value, bytes):
-        raise NotAResultError("the record has no value")
+    read = _READERS.get(content_type or "")
+    if read is None or not isinstance(value, bytes):
+        raise NotAResultError(f"its content-type is {content_type!r}" if value else "it is empty")
     try:
-        if content_type == "application/protobuf":
-            fields = _fields_of_protobuf(query_pb2.Result.FromString(value))
-        elif content_type == "application/json":
-            fields = _fields_of_json(value)
-        else:
-            raise NotAResultError(f"its content-type is {content_type!r}")
+        fields = read(value)
         vector = _vector(fields)
     except (DecodeError, ValueError, KeyError, TypeError) as error:
         raise NotAResultError(f"its value can't be read: {error}") from error
-    error_fields = fields.get("error")
-    status = "OK" if error_fields is None else str(error_fields.get("code", "UNKNOWN"))
+    if (vector is None) == ("error" not in fields):
+        raise NotAResultError("it has neither a vector nor an error, or both")
+    status = str(fields["error"].get("code", "UNKNOWN")) if "error" in fields else "OK"
     return ReceivedResult(id=str(fields.get("id", "")), status=status, vector=vector, fields=fields)
 
 
-def _fields_of_protobuf(result: query_pb2.Result) -> dict[str, Any]:
+def _fields_of_protobuf(data: bytes) -> dict[str, Any]:
     """The same names and types as in JSON; absent fields are left out."""
     fields: dict[str, Any] = {}
-    for descriptor, value in result.ListFields():
+    for descriptor, value in query_pb2.Result.FromString(data).ListFields():
         if descriptor.name in ("error", "source"):
             fields[descriptor.name] = {part.name: content for part, content in value.ListFields()}
         elif descriptor.name == "encoding":
@@ -132,13 +122,16 @@ def _fields_of_protobuf(result: query_pb2.Result) -> dict[str, Any]:
 def _fields_of_json(value: bytes) -> dict[str, Any]:
     fields = json.loads(value)
     if not isinstance(fields, dict):
-        raise NotAResultError("its value is not a JSON object")
+        raise TypeError("not a JSON object")
     fields = {name: content for name, content in fields.items() if content is not None}
     embedding = fields.get("embedding")
     if isinstance(embedding, str):
         data = base64.b64decode(embedding, validate=True)
         fields["embedding"] = _numbers(data, fields["encoding"]).tolist()
     return fields
+
+
+_READERS = {"application/protobuf": _fields_of_protobuf, "application/json": _fields_of_json}
 
 
 def _numbers(data: bytes, encoding: str) -> npt.NDArray[Any]:
@@ -149,11 +142,13 @@ def _vector(fields: dict[str, Any]) -> npt.NDArray[np.float32] | None:
     """The vector in float32, or None for an error.
 
     Raises:
-        ValueError: it has not the dimensions that the result says.
+        ValueError: its encoding is unknown, or it has not the dimensions that the result says.
     """
     if "embedding" not in fields:
         return None
     encoding = fields["encoding"]
+    if encoding not in _NUMPY:
+        raise ValueError(f"unknown encoding {encoding!r}")
     if encoding == "ubinary":
         vector = np.unpackbits(np.asarray(fields["embedding"], np.uint8)).astype(np.float32)
     else:

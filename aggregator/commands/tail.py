@@ -1,0 +1,65 @@
+"""`aggregator tail`: the results topic, as it grows."""
+
+from __future__ import annotations
+
+import click
+
+from aggregator.commands.kafka_client import KafkaClientError, ResultReader
+from aggregator.commands.options import kafka_options, topic_options
+from aggregator.commands.received import NotAResultError, read_result
+
+_POLL_S = 0.2
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  aggregator tail
+  aggregator tail --from-beginning --count 10 --json"""
+)
+@click.option("--from-beginning", is_flag=True, help="Start with what is there already.")
+@click.option("--count", type=click.IntRange(min=1), help="Stop after so many results.")
+@click.option("--json", "as_json", is_flag=True, help="Print whole results, one JSON a line.")
+@topic_options
+def tail(
+    *,
+    from_beginning: bool,
+    count: int | None,
+    as_json: bool,
+    bootstrap_servers: str,
+    queries_topic: str,
+    results_topic: str,
+    kafka: tuple[str, ...],
+) -> None:
+    """Print results as they come, until Ctrl-C."""
+    options = kafka_options(
+        bootstrap_servers=bootstrap_servers,
+        queries_topic=queries_topic,
+        results_topic=results_topic,
+        kafka=kafka,
+    )
+    try:
+        with ResultReader(options, from_beginning=from_beginning) as reader:
+            _follow(reader, count=count, as_json=as_json)
+    except KafkaClientError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        # The way to end it, not a failure.
+        return
+
+
+def _follow(reader: ResultReader, *, count: int | None, as_json: bool) -> None:
+    printed = 0
+    while True:
+        for record in reader.read(_POLL_S):
+            try:
+                result = read_result(record)
+                line = result.as_json() if as_json else result.as_line()
+            except NotAResultError as error:
+                place = f"partition {record.partition()}, offset {record.offset()}"
+                click.echo(f"not a result ({place}): {error}", err=True)
+                continue
+            click.echo(line)
+            printed += 1
+            if printed == count:
+                return
