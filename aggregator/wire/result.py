@@ -65,7 +65,7 @@ class ResultEncoder:
         self._group: VectorGroup | None = None
         self._matrix: np.ndarray[Any, Any] | None = None
         self._shared = b""
-        self._shared_of: tuple[object, ...] = ()
+        self._shared_of: tuple[VectorGroup | None, str, float] = (None, "", 0.0)
 
     def encode_vector(
         self,
@@ -124,8 +124,8 @@ class ResultEncoder:
 
         Encoded Protobuf messages may be concatenated: the parts' fields are then one message's.
         """
-        key = (model, group.dimensions, group.encoding, model_revision, inference_ms)
-        if key != self._shared_of:
+        shared_of = self._shared_of
+        if shared_of[0] is not group or shared_of[1:] != (model_revision, inference_ms):
             self._shared = query_pb2.Result(
                 model=model,
                 model_revision=model_revision,
@@ -133,7 +133,7 @@ class ResultEncoder:
                 encoding=group.encoding,  # type: ignore[arg-type]
                 inference_ms=inference_ms,
             ).SerializeToString()
-            self._shared_of = key
+            self._shared_of = (group, model_revision, inference_ms)
         return self._shared
 
     def _document(self, query: Query, group: VectorGroup, row: int) -> dict[str, object]:
