@@ -70,7 +70,7 @@ format: $(DEV) ## Format the code and sort its imports
 
 .PHONY: protos
 protos: $(DEV) ## Generate the stubs from protos/
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python ops/protos.py
+	$(BIN)/python ops/protos.py
 
 .PHONY: constraints
 constraints: ## Compile ops/constraints from pyproject.toml (UPGRADE=1: newer versions)

@@ -32,9 +32,11 @@ def generate(out: Path) -> dict[str, str]:
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("embedding/**/*.proto"))
     well_known = str(files("grpc_tools") / "_proto")
     google_rpc = str(distribution("googleapis-common-protos").locate_file(""))
+    plugins = Path(sys.executable).parent
     status = protoc.main(
         [
             "protoc",
+            f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
             f"-I{PROTOS}",
             f"-I{google_rpc}",
             f"-I{well_known}",

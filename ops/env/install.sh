@@ -34,15 +34,16 @@ has_torch() {
     [ -n "$(find "$environment/lib" -maxdepth 4 -type d -path '*/site-packages/torch' 2>/dev/null)" ]
 }
 
-# The sizes are those that ops/env/measure.sh prints.
+# Measured by ops/env/measure.sh on Linux with CUDA wheels (3.24 GB, 5.9 GB). The other two follow from
+# that run's parts: PyTorch's CPU wheel is taken as 0.2 GB, Apple silicon's wheels were summed.
 announce() {
     has_torch && return 0
     if [ "$(uname -s)" = Darwin ]; then
         echo "Installs into $environment: about 0.3 GB to download, 1.1 GB on disk."
     elif [ "${UV_TORCH_BACKEND:-}" = cpu ]; then
-        echo "Installs into $environment with PyTorch's CPU wheels: about 0.4 GB to download, 1.4 GB on disk."
+        echo "Installs into $environment with PyTorch's CPU wheels: about 0.5 GB to download, 1.4 GB on disk."
     else
-        echo "Installs into $environment: about 2.5 GB to download, 5.5 GB on disk (PyTorch with CUDA)."
+        echo "Installs into $environment: about 3.2 GB to download, 5.9 GB on disk (PyTorch with CUDA)."
         echo "Without a GPU, or on a narrow line: UV_TORCH_BACKEND=cpu make ${MAKECMDGOALS:-demo}"
     fi
     echo "What uv's cache already holds is linked from there, not downloaded again."

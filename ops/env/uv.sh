@@ -27,7 +27,7 @@ for python in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python; do
     if [ -n "$python" ] && "$python" -m pip --version >/dev/null 2>&1; then
         echo "uv is not installed; pip puts uv $version into $own" >&2
         rm -rf "$own"
-        "$python" -m pip install --quiet --target "$own" "uv==$version" >&2
+        PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --quiet --target "$own" "uv==$version" >&2
         printf '%s\n' "$PWD/$own/bin/uv"
         exit 0
     fi
