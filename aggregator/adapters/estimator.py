@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 from base64 import b64decode
 from collections.abc import Iterable
-from importlib import resources
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +26,7 @@ TIKTOKEN_CHARACTERS_MAX = 4096
 MODEL_CHARACTERS_MAX = 8192
 SLICES = 4
 
-_CL100K_VOCABULARY = "cl100k_base.tiktoken.gz"
+_CL100K_VOCABULARY = "bpe_openai/data/cl100k_base.tiktoken.gz"
 # The split pattern of cl100k_base as tiktoken_ext.openai_public of tiktoken 0.14.0 has it (there
 # inside a function that downloads the vocabulary).
 _CL100K_PATTERN = (
@@ -66,7 +66,9 @@ class TiktokenEstimator:
 
     def __init__(self) -> None:
         """Build the encoding from the vocabulary in the package `bpe-openai` (0.3 s)."""
-        packed = (resources.files("bpe_openai.data") / _CL100K_VOCABULARY).read_bytes()
+        # Its file, without importing it: that loads all its vocabularies.
+        path = Path(str(distribution("bpe-openai").locate_file(_CL100K_VOCABULARY)))
+        packed = path.read_bytes()
         lines = (line.split() for line in gzip.decompress(packed).splitlines() if line)
         encoding = tiktoken.Encoding(
             "cl100k_base",

@@ -31,7 +31,7 @@ from aggregator.wire.headers import (
 from aggregator.wire.query import ENCODINGS
 from protos.embedding.v1 import query_pb2
 
-Record = tuple[bytes, bytes | None, Headers]
+Record = tuple[bytes, bytes, Headers]
 """(key, value, headers) of a record to produce."""
 
 MESSAGE_CHARACTERS_MAX = 500
