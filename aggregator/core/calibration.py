@@ -230,6 +230,8 @@ class Calibration:
         self._fits: dict[int, _Fit] = {}
         self._rows: dict[int, _Row] = {}
         self._claim_tokens = claim_tokens
+        self.tokens_per_unit = self._prior.slope + 0.25
+        """Estimated tokens per (raw estimate + 2), of what was claimed lately."""
         self._turn = 0
         self._cap = inf
         self._cap_seen = 0
@@ -263,12 +265,20 @@ class Calibration:
                 row = self._row(query.input_type << 6 | query.script * shift)
             raw = query.estimate_raw
             tokens = row[0] * raw + row[1] * query.text_bytes + row[2]
-            if tokens < 1.0:
+            if tokens < 1.0:  # noqa: PLR1730 (max() costs a call for each query)
                 tokens = 1.0
             query.estimate = tokens
             query.variance = row[3] * (raw + 2) + row[4] * tokens
         if self._cap < inf:
             self._cut(queries)
+        if len(queries) > 1:
+            self._follow(queries)
+
+    def _follow(self, queries: Sequence[Query]) -> None:
+        tokens = sum([query.estimate for query in queries])
+        units = sum([query.estimate_raw for query in queries]) + 2 * len(queries)
+        weight = min(1.0, len(queries) / 256)
+        self.tokens_per_unit += weight * (tokens / units - self.tokens_per_unit)
 
     def _cut(self, queries: Sequence[Query]) -> None:
         """What is truncated ends at the model's maximum."""
@@ -368,8 +378,8 @@ class Margin:
     """How many standard deviations a claim stays below its target, steered by what came of it.
 
     A stochastic approximation of the quantile of (tokens - estimate) / deviation that is exceeded
-    in `OVER_RATE` of the claims (Robbins and Monro, 1951): up by much when a claim was over, down by
-    little when it was not.
+    in `OVER_RATE` of the claims (Robbins and Monro, 1951): up by much when a claim was over, down
+    by little when it was not.
     """
 
     __slots__ = ("claims", "claims_over", "deviations", "inflation")

@@ -79,8 +79,8 @@ class Packer(Generic[C]):
 
     What does not fit is passed over, and up to `look_ahead` later candidates are tried in its
     place. A candidate that an earlier claim has already passed over ends the claim instead, so
-    nobody is overtaken by more than one claim. Setting `passed_over` on what is in `skipped` is the
-    caller's (only if the claim is really sent).
+    nobody is overtaken by more than one claim. Setting `passed_over` on `skipped[:overtaken]` is
+    the caller's (only if the claim is really sent).
     """
 
     __slots__ = (
@@ -88,6 +88,7 @@ class Packer(Generic[C]):
         "_limits",
         "_look_ahead",
         "full",
+        "overtaken",
         "size_bytes",
         "skipped",
         "taken",
@@ -106,6 +107,8 @@ class Packer(Generic[C]):
         """Sum of the estimates taken, without the margin."""
         self.variance = 0.0
         self.size_bytes = 0
+        self.overtaken = 0
+        """How many of `skipped` precede something taken; the rest was looked at in vain."""
         self.full = False
         """Something did not fit: more candidates would not have made the claim much larger."""
 
@@ -141,6 +144,7 @@ class Packer(Generic[C]):
                 skipped.append(candidate)
             else:
                 taken.append(candidate)
+                self.overtaken = len(skipped)
                 tokens, variance, size_bytes = sum_next, variance_next, bytes_next
             consumed += 1
             if skipped:
@@ -148,3 +152,8 @@ class Packer(Generic[C]):
         self._look_ahead = tries
         self.tokens, self.variance, self.size_bytes = tokens, variance, size_bytes
         return consumed
+
+    def forget_skipped(self) -> None:
+        """The candidates so far were of another kind than those to come."""
+        self.skipped = []
+        self.overtaken = 0

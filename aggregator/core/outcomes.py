@@ -1,0 +1,100 @@
+"""How a query ends without a vector: the failures of CONTRACTS' table, with their flags.
+
+Pure constructors, so that one place decides what is retryable and what goes to the dead letter
+topic. It must not know why the query got here.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+from aggregator.core.failures import Code, Failure, Reason
+
+_RETRY_AFTER_MS: Final = 1000
+
+EXPIRED: Final = Failure(
+    code=Code.DEADLINE_EXCEEDED,
+    reason=Reason.EXPIRED,
+    message="the query's time to live ended before its vector was there",
+    retryable=True,
+)
+NO_SERVER: Final = Failure(
+    code=Code.UNAVAILABLE,
+    reason=Reason.NO_SERVER,
+    message="the query's time to live ended while no server of its model was ready",
+    retryable=True,
+    retry_after_ms=_RETRY_AFTER_MS,
+)
+DIED_ALONE: Final = Failure(
+    code=Code.INTERNAL,
+    reason=Reason.ENGINE_DIED_ALONE,
+    message="the engine died twice with this text alone in its pass",
+    dead_letter=True,
+)
+
+
+def bad_answer(fault: str) -> Failure:
+    """Answers of its requests failed the check too often."""
+    return Failure(
+        code=Code.INTERNAL,
+        reason=Reason.BAD_ANSWER,
+        message=f"answers failed the check: {fault}",
+        dead_letter=True,
+    )
+
+
+def server_error(failure: Failure) -> Failure:
+    """Any other status, after the last attempt."""
+    return Failure(
+        code=Code.INTERNAL,
+        reason=Reason.SERVER_ERROR,
+        message=f"{failure.code}: {failure.message}",
+        retryable=True,
+        dead_letter=True,
+    )
+
+
+class Course(IntEnum):
+    """What a status of one input, or of a whole request, asks for."""
+
+    END = 0
+    """The query ends with `final`."""
+    DEATH = 1
+    """The engine died with it in the pass."""
+    NOT_STARTED = 2
+    """It was not started, through no fault of its own."""
+    HELD = 3
+    """The server holds too much: again, but not there at once."""
+    ATTEMPT = 4
+    """A started attempt failed: again, up to the maximum."""
+
+
+def course(failure: Failure) -> Course:
+    """Classify a failure that a server reported."""
+    code, reason = failure.code, failure.reason
+    if reason is Reason.ENGINE_DIED:
+        return Course.DEATH
+    if code is Code.RESOURCE_EXHAUSTED:
+        return Course.HELD
+    if reason is Reason.NOT_STARTED:
+        return Course.NOT_STARTED
+    if code in (Code.INVALID_ARGUMENT, Code.DEADLINE_EXCEEDED):
+        return Course.END
+    if reason in (Reason.ENGINE_FAILED_ALONE, Reason.NOT_FINITE):
+        return Course.END
+    return Course.ATTEMPT
+
+
+def final(failure: Failure) -> Failure:
+    """The failure that a consumer is told for `Course.END`, with the flags of the table."""
+    if failure.code is Code.DEADLINE_EXCEEDED:
+        return EXPIRED
+    dead_letter = failure.code is Code.INTERNAL
+    return Failure(
+        code=failure.code,
+        reason=failure.reason if dead_letter else Reason.INVALID_FIELD,
+        message=failure.message,
+        field=failure.field,
+        dead_letter=dead_letter,
+    )
