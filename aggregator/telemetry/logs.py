@@ -63,3 +63,20 @@ def configure_logs(
 
 def _dumps(value: object, **_: object) -> str:
     return orjson.dumps(value, default=repr).decode()
+
+
+def librdkafka_logger(log: Logger) -> logging.Logger:
+    """What Kafka's clients log, from any thread, as lines of ours."""
+    logger = logging.Logger("librdkafka", logging.INFO)
+    logger.addHandler(_Forward(log))
+    return logger
+
+
+class _Forward(logging.Handler):
+    def __init__(self, log: Logger) -> None:
+        super().__init__()
+        self._log_to = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say = self._log_to.warning if record.levelno >= logging.WARNING else self._log_to.debug
+        say("librdkafka", line=record.getMessage())

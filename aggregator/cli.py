@@ -1,0 +1,65 @@
+"""The command line: one group; each command is in a module of its own, imported when it is used.
+
+Every command ends with status 0, or with one clear line on standard error and another status, never
+with a traceback for what a user can cause.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+
+import click
+
+COMMANDS = {
+    "run": "Claim queries from Kafka by token count and publish their vectors.",
+    "demo": "Bring the whole stack up on this machine and show what it does.",
+    "send": "Send queries and print their results.",
+    "tail": "Print results as they come.",
+    "topics": "Create the topics.",
+}
+"""Commands and what they are for: `aggregator.commands.<name>` holds a click command <name>."""
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names, in the order of COMMANDS."""
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, or None if there is no such."""
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"aggregator.commands.{cmd_name}"), cmd_name)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"aggregator.commands.{cmd_name}.{cmd_name} is no command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing any."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: AGGREGATOR_MODELS=minilm=localhost:50051 aggregator run",
+)
+@click.version_option(importlib.metadata.version("token-batching"), prog_name="aggregator")
+def group() -> None:
+    """Embedding queries from Kafka, batched by token count for padding-free inference.
+
+    Settings are AGGREGATOR_* variables or a TOML file; `aggregator run --print-config` shows them
+    all.
+    """
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    group.main(prog_name="aggregator")

@@ -1,0 +1,172 @@
+"""Between Kafka's threads and the event loop: lists in, events out, one wake-up a list.
+
+Implements the listeners of the source and the sink. What is called on their threads only takes the
+time and hands over; decoding, counting and feeding happen on the loop, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aggregator.adapters.kafka_sink import KafkaSink
+from aggregator.adapters.kafka_source import GroupEvent, RawBatch
+from aggregator.core import events as ev
+from aggregator.core.query import Query, TopicPartition
+from aggregator.runtime.driver import Driver, Record
+from aggregator.runtime.intake import Intake
+from aggregator.telemetry import metrics as m
+
+if TYPE_CHECKING:
+    from aggregator.telemetry.logs import Logger
+
+FAULT_REPEAT_S = 10.0
+"""The same complaint of a client is logged at most this often."""
+
+
+@dataclass(slots=True)
+class Letter:
+    """What a dead letter is known by in its delivery report; a result is known by its query."""
+
+    query: Query
+
+
+Token = Query | Letter
+
+
+class Bridge:
+    """Listens to the source and the sink of one process."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        metrics: m.Metrics,
+        log: Logger,
+    ) -> None:
+        """It must be attached before the source starts."""
+        self.assigned = False
+        """Partitions were assigned at least once."""
+        self._intake = intake
+        self._loop = loop
+        self._metrics = metrics
+        self._log = log
+        self._faults: dict[str, float] = {}
+
+    def attach(self, driver: Driver, taken: Callable[[], None]) -> None:
+        """`taken` tells the source that its last batch is admitted."""
+        self._driver = driver
+        self._taken = taken
+
+    # On the threads of Kafka's clients -----------------------------------------------------------
+
+    def on_batch(self, batch: RawBatch) -> None:
+        """Records came."""
+        self._soon(self._admit, batch, time.monotonic_ns(), time.time_ns() // 1_000_000)
+
+    def on_event(self, event: GroupEvent) -> None:
+        """Something happened to the group or a commit."""
+        self._soon(self._group, event)
+
+    def on_retention_loss(self, tp: TopicPartition, count: int) -> None:
+        """Records were deleted before they were read."""
+        self._soon(self._lost, tp, count)
+
+    def on_reports(
+        self, durable: Sequence[Token], failed: Sequence[tuple[Token, ev.WriteFault, str]]
+    ) -> None:
+        """Delivery reports came."""
+        self._soon(self._reported, durable, failed)
+
+    def on_fault(self, message: str, *, fatal: bool) -> None:
+        """A client complains."""
+        self._soon(self._fault, message, fatal)
+
+    def _soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed: the process is ending and nobody asks any more
+            return
+
+    # On the loop ---------------------------------------------------------------------------------
+
+    def _group(self, event: GroupEvent) -> None:
+        self.assigned = self.assigned or isinstance(event, ev.PartitionsAssigned)
+        self._driver.feed([event])
+
+    def _admit(self, batch: RawBatch, arrived_ns: int, wall_ms: int) -> None:
+        try:
+            polled = self._intake.read(batch, arrived_ns=arrived_ns, wall_ms=wall_ms)
+        except Exception as error:  # noqa: BLE001 - a batch that is not admitted must not be lost
+            self._log.exception("bug")
+            self._driver.crash(f"internal error: {type(error).__name__}: {error}")
+            return
+        self._metrics.add(m.RECORDS_POLLED, len(polled.records))
+        for query in polled.records:
+            if query.failure is not None:
+                self._metrics.add(m.QUERIES_REFUSED, 1, query.failure.reason)
+        self._driver.feed([polled])
+        self._taken()
+
+    def _reported(
+        self, durable: Sequence[Token], failed: Sequence[tuple[Token, ev.WriteFault, str]]
+    ) -> None:
+        events: list[ev.Event] = []
+        if durable:
+            results = [token for token in durable if type(token) is Query]
+            letters = [token.query for token in durable if type(token) is Letter]
+            events.append(ev.WritesDurable(results=results, letters=letters))
+        by_fault: dict[tuple[ev.WriteFault, str], list[Token]] = {}
+        for token, fault, message in failed:
+            by_fault.setdefault((fault, message), []).append(token)
+        for (fault, message), tokens in by_fault.items():
+            results = [token for token in tokens if isinstance(token, Query)]
+            letters = [token.query for token in tokens if isinstance(token, Letter)]
+            events.append(
+                ev.WritesFailed(fault=fault, message=message, results=results, letters=letters)
+            )
+        self._driver.feed(events)
+
+    def _lost(self, tp: TopicPartition, count: int) -> None:
+        self._metrics.add(m.RECORDS_LOST, count)
+        self._log.error("records deleted before they were read", partition=_name(tp), count=count)
+
+    def _fault(self, message: str, fatal: bool) -> None:
+        if fatal:
+            self._driver.feed([ev.ShellFailed(message=message)])
+            return
+        now_s = self._loop.time()
+        if now_s - self._faults.get(message, -FAULT_REPEAT_S) >= FAULT_REPEAT_S:
+            self._faults = {
+                text: at for text, at in self._faults.items() if now_s - at < FAULT_REPEAT_S
+            }
+            self._faults[message] = now_s
+            self._log.warning("kafka", reason=message)
+
+
+class SinkPort:
+    """The producer as the driver knows it: two topics."""
+
+    def __init__(self, sink: KafkaSink[Token], *, results: str, letters: str) -> None:
+        """`results` and `letters` are topics."""
+        self._produce = sink.produce
+        self._results = results
+        self._letters = letters
+
+    def send_result(self, query: Query, record: Record, *, alone: bool) -> None:
+        """Produce to the results topic."""
+        key, value, headers = record
+        self._produce(self._results, key, value, headers, query, alone)
+
+    def send_letter(self, query: Query, record: Record, *, alone: bool) -> None:
+        """Produce to the dead letter topic."""
+        key, value, headers = record
+        self._produce(self._letters, key, value, headers, Letter(query), alone)
+
+
+def _name(tp: TopicPartition) -> str:
+    return f"{tp[0]}-{tp[1]}"

@@ -1,0 +1,116 @@
+"""From polled records to queries with their estimates, whatever the decoder or estimator does.
+
+Invariant: every record gives exactly one `Query`. A decoder, estimator or classifier that raises
+gives a query with the failure `INTERNAL`, reason `SERVER_ERROR`, and a dead letter: one record can
+stop neither its mates nor the process, and is never lost. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
+
+from aggregator.adapters.estimator import Estimator
+from aggregator.adapters.kafka_source import RawBatch
+from aggregator.core.calibration import script_class
+from aggregator.core.events import RecordsPolled
+from aggregator.core.failures import Code, Failure, Reason
+from aggregator.core.query import HeaderList, Query, TopicPartition
+from aggregator.wire.query import DecodeOptions, decode_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """Reads records. `decode` and `classify` are fields for the tests' sake."""
+
+    options: DecodeOptions
+    estimators: Mapping[str, Estimator]
+    """By served name."""
+    on_bug: Callable[[Exception], None]
+    """Told what a decoder or estimator raised."""
+    decode: Callable[..., Query] = decode_record
+    classify: Callable[[str], int] = script_class
+
+    def read(self, batch: RawBatch, *, arrived_ns: int, wall_ms: int) -> RecordsPolled:
+        """Decode and estimate each record; never raises for what a record holds.
+
+        `arrived_ns` is monotonic; `wall_ms` the Unix time of the same moment.
+        """
+        options, decode, classify = self.options, self.decode, self.classify
+        estimates = {model: estimator.estimate for model, estimator in self.estimators.items()}
+        epochs = {tp: (tp, epoch) for tp, epoch in batch.epochs.items()}
+        queries: list[Query] = []
+        append = queries.append
+        for message in batch.messages:
+            # The mapping's own tuple: one for all records of a partition.
+            tp, epoch = epochs[message.topic(), message.partition()]  # type: ignore[index]
+            try:
+                kind, timestamp_ms = message.timestamp()
+                query = decode(
+                    options,
+                    tp=tp,
+                    epoch=epoch,
+                    offset=message.offset(),
+                    key=message.key(),
+                    value=message.value(),
+                    headers=message.headers(),
+                    timestamp_ms=None if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_ms,
+                    arrived_ns=arrived_ns,
+                    wall_ms=wall_ms,
+                )
+                if query.failure is None:
+                    text = query.text
+                    query.estimate_raw = estimates[query.model](text)
+                    query.script = classify(text)
+            except Exception as error:  # noqa: BLE001 - a bug with one record is that record's end
+                self.on_bug(error)
+                query = _failed(error, message, tp, epoch, arrived_ns)
+            append(query)
+        return RecordsPolled(records=queries, positions=batch.positions)
+
+
+def _failed(
+    error: Exception,
+    message: Message[Any, Any],
+    tp: TopicPartition,
+    epoch: int,
+    arrived_ns: int,
+) -> Query:
+    """A query that fails for a bug of ours, made without anything that could raise again."""
+    query = Query()
+    query.tp = tp
+    query.epoch = epoch
+    query.offset = message.offset() or 0
+    query.key = message.key()
+    query.value = message.value()
+    query.headers = cast("HeaderList", message.headers() or ())
+    query.timestamp_ms = None
+    query.arrived_ns = arrived_ns
+    query.deadline_ns = 0
+    query.size_bytes = len(message)
+    query.id = f"{tp[0]}-{tp[1]}-{query.offset}"
+    query.model = ""
+    query.text = ""
+    query.text_bytes = 0
+    query.input_type = 0
+    query.dimensions = 0
+    query.encoding = 1
+    query.truncate = False
+    query.protobuf = any(
+        name.lower() == "content-type" and b"protobuf" in (value or b"")
+        for name, value in query.headers
+    )
+    query.base64 = False
+    query.estimate_raw = 0
+    query.script = 0
+    query.failure = Failure(
+        code=Code.INTERNAL,
+        reason=Reason.SERVER_ERROR,
+        message=f"the aggregator failed on this record: {type(error).__name__}",
+        retryable=True,
+        dead_letter=True,
+    )
+    return query

@@ -1,0 +1,379 @@
+"""One aggregator process: everything built from the settings, watched, and taken down in order.
+
+Whatever thread or task ends before its time becomes one clear line and a status other than 0. The
+order of the end: the group is left first (the core has committed by then), then the producer,
+the streams and the health endpoints are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.metadata
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from aggregator.adapters.estimator import Estimator, load_estimator
+from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions
+from aggregator.adapters.kafka_sink import KafkaSink, SinkOptions
+from aggregator.adapters.kafka_source import KafkaSource, SourceOptions
+from aggregator.adapters.kafka_topics import TopicsError, check_topics
+from aggregator.adapters.model_servers import ModelServers
+from aggregator.adapters.server_stream import StreamOptions
+from aggregator.core.dispatch import DispatchOptions
+from aggregator.core.effects import Halt
+from aggregator.core.events import Event, ServerPhase, StopRequested
+from aggregator.core.machine import Aggregator, AggregatorOptions
+from aggregator.runtime.bridge import Bridge, SinkPort, Token
+from aggregator.runtime.driver import Driver, Ports
+from aggregator.runtime.intake import Intake
+from aggregator.telemetry import metrics as m
+from aggregator.telemetry.health import HealthError, HealthServer
+from aggregator.telemetry.logs import configure_logs, librdkafka_logger
+from aggregator.wire.headers import HeaderRules
+from aggregator.wire.query import DecodeOptions
+from aggregator.wire.result import ResultEncoder
+from protos.embedding.v1 import embedding_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from aggregator.settings import AggregatorSettings
+    from aggregator.telemetry.logs import Logger
+
+MS = 1_000_000
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Queries have no cycles: the collector finds nothing and costs more the more are held."""
+LEAVE_TIMEOUT_S = 10.0
+
+
+class StartError(Exception):
+    """The process can't start; the message is one line."""
+
+
+def run_aggregator(settings: AggregatorSettings) -> int:
+    """Run until SIGTERM, SIGINT or a failure; return the exit status.
+
+    Raises:
+        StartError: Something that must be there at start is not.
+    """
+    log = configure_logs(settings.log_format, settings.log_level)
+    with asyncio.Runner() as runner:
+        return runner.run(_run(settings, log))
+
+
+async def _run(settings: AggregatorSettings, log: Logger) -> int:
+    try:
+        process = await _Process.build(settings, log)
+    except (KafkaConfigError, TopicsError, HealthError, ValueError) as error:
+        raise StartError(str(error)) from error
+    return await process.run()
+
+
+def kafka_options(settings: AggregatorSettings) -> KafkaOptions:
+    """What both Kafka clients are made of."""
+    overrides = dict(settings.kafka)
+    if settings.instance_name is not None:
+        overrides.setdefault("group.instance.id", settings.instance_name)
+    return KafkaOptions(
+        bootstrap_servers=settings.bootstrap_servers,
+        group_id=settings.group_id,
+        client_id=settings.instance_name or "aggregator",
+        group_protocol=settings.group_protocol,
+        max_poll_interval_ms=settings.max_poll_interval_ms,
+        session_timeout_ms=settings.session_timeout_ms,
+        overrides=overrides,
+    )
+
+
+def core_options(
+    settings: AggregatorSettings, estimators: Mapping[str, Estimator]
+) -> AggregatorOptions:
+    """The core's options; its times are nanoseconds."""
+    return AggregatorOptions(
+        models={
+            name: DispatchOptions(
+                model=name,
+                revision=model.revision,
+                exact_estimates=estimators[name].exact,
+                lead_ns=int(settings.lead_ms * MS),
+                attempts_max=settings.attempts_max,
+                answer_grace_ns=settings.answer_grace_ms * MS,
+                stream_silence_ns_max=settings.stream_silence_ms_max * MS,
+            )
+            for name, model in settings.models.items()
+        },
+        window_records_max=settings.window_records_max,
+        buffer_bytes_max=settings.buffer_bytes_max,
+        commit_interval_ns=settings.commit_interval_ms * MS,
+        revoke_deadline_ns=settings.revoke_deadline_ms * MS,
+        drain_deadline_ns=settings.drain_deadline_ms * MS,
+        sink_outage_ns_max=settings.sink_outage_ms_max * MS,
+    )
+
+
+def decode_options(settings: AggregatorSettings) -> DecodeOptions:
+    """What the settings say about reading queries."""
+    return DecodeOptions(
+        models=frozenset(settings.models),
+        default_model=settings.model_default,
+        text_bytes_max=settings.text_bytes_max,
+        ttl_ms=settings.ttl_ms,
+        ttl_from=settings.ttl_from,
+        headers=_header_rules(settings),
+    )
+
+
+def _header_rules(settings: AggregatorSettings) -> HeaderRules:
+    return HeaderRules(bytes_max=settings.headers_bytes_max, drop=settings.headers_drop)
+
+
+def load_estimators(settings: AggregatorSettings) -> dict[str, Estimator]:
+    """By served name; models without a tokenizer of their own share one. Raises ValueError."""
+    by_path: dict[object, Estimator] = {}
+    for model in settings.models.values():
+        if model.tokenizer not in by_path:
+            by_path[model.tokenizer] = load_estimator(model.tokenizer)
+    return {name: by_path[model.tokenizer] for name, model in settings.models.items()}
+
+
+class _Process:
+    """The parts, built and not yet started."""
+
+    def __init__(
+        self,
+        settings: AggregatorSettings,
+        log: Logger,
+        *,
+        estimators: Mapping[str, Estimator],
+        message_bytes: tuple[int, int],
+    ) -> None:
+        """`message_bytes`: the smallest and the largest `max.message.bytes` written to.
+
+        Raises:
+            KafkaConfigError: A setting of the clients is wrong.
+            HealthError: The address of the endpoints can't be bound.
+        """
+        loop = asyncio.get_running_loop()
+        self._log = log
+        self._settings = settings
+        version = importlib.metadata.version("token-batching")
+        self._metrics = m.Metrics(models=settings.models, version=version)
+        self._core = Aggregator(core_options(settings, estimators))
+        self._servers = {
+            name: ModelServers(
+                model.servers,
+                options=StreamOptions(model=name, priority=_priority(settings)),
+                emit=self._feed,
+                clock_ns=time.monotonic_ns,
+                log=log,
+                resolve_interval_s=settings.resolve_interval_ms / 1000,
+            )
+            for name, model in settings.models.items()
+        }
+        intake = Intake(
+            options=decode_options(settings), estimators=estimators, on_bug=self._decoding_bug
+        )
+        self._bridge = Bridge(intake, loop=loop, metrics=self._metrics, log=log)
+        self._sink = self._build_sink(message_bytes)
+        self._source = self._build_source()
+        ports = Ports(
+            source=self._source,
+            sink=SinkPort(self._sink, results=settings.results_topic, letters=settings.dlq_topic),
+            servers=self._servers,
+            encoder=ResultEncoder(_header_rules(settings)),
+            clock_ns=time.monotonic_ns,
+        )
+        self._driver = Driver(self._core, ports, loop=loop, metrics=self._metrics, log=log)
+        self._bridge.attach(self._driver, self._source.taken)
+        self._draining = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._health = self._build_health(loop)
+
+    @classmethod
+    async def build(cls, settings: AggregatorSettings, log: Logger) -> _Process:
+        """Check what must be there at start, and build everything."""
+        kafka = kafka_options(settings)
+        topics = await asyncio.to_thread(
+            check_topics,
+            kafka,
+            queries=settings.queries_topic,
+            results=settings.results_topic,
+            dlq=settings.dlq_topic,
+            fallback_max_message_bytes=settings.max_message_bytes,
+        )
+        for warning in topics.warnings:
+            log.warning("topics", reason=warning)
+        estimators = await asyncio.to_thread(load_estimators, settings)
+        for name, model in settings.models.items():
+            if model.revision is None:
+                log.warning(
+                    "revision not pinned",
+                    model=name,
+                    reason="the first revision seen holds for this process; with several "
+                    "aggregators, or while servers change, pin it",
+                )
+        message_bytes = (topics.message_bytes_min, topics.message_bytes_max)
+        return cls(settings, log, estimators=estimators, message_bytes=message_bytes)
+
+    def _build_sink(self, message_bytes: tuple[int, int]) -> KafkaSink[Token]:
+        smallest, largest = message_bytes
+        return KafkaSink(
+            SinkOptions(
+                kafka=kafka_options(self._settings),
+                message_bytes_max=largest,
+                batch_bytes_max=smallest,
+            ),
+            self._bridge,
+            logger=librdkafka_logger(self._log),
+        )
+
+    def _build_source(self) -> KafkaSource:
+        return KafkaSource(
+            SourceOptions(
+                kafka=kafka_options(self._settings),
+                topic=self._settings.queries_topic,
+                poll_records_max=self._settings.poll_records_max,
+                revoke_deadline_ms=self._settings.revoke_deadline_ms,
+            ),
+            self._bridge,
+            logger=librdkafka_logger(self._log),
+        )
+
+    def _build_health(self, loop: asyncio.AbstractEventLoop) -> HealthServer | None:
+        if not self._settings.metrics_listen:
+            return None
+        registry = m.registry_of(self._metrics)
+        return HealthServer(
+            self._settings.metrics_listen,
+            loop=loop,
+            missing=self.missing,
+            refresh=self._refresh,
+            render=lambda: m.render(registry),
+        )
+
+    # Running -------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Start everything, wait for the halt, take everything down; return the exit status."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._loop_exception)
+        with self._signals(loop):
+            for name, servers in self._servers.items():
+                task = asyncio.create_task(servers.run(), name=f"model servers of {name}")
+                task.add_done_callback(self._task_ended)
+                self._tasks.append(task)
+            self._source.start()
+            self._log.info("started", models=list(self._settings.models))
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
+            halt = await self._driver.halted
+            await self._close()
+        self._say_goodbye(halt)
+        return halt.exit_code
+
+    def _say_goodbye(self, halt: Halt) -> None:
+        say = self._log.info if halt.exit_code == 0 else self._log.error
+        say("stopped", reason=halt.message, abandoned=halt.abandoned, exit_code=halt.exit_code)
+
+    @contextmanager
+    def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        """The first signal drains, the second of Ctrl-C ends at once."""
+        if self._draining:
+            if number == signal.SIGINT:
+                self._driver.crash("interrupted again while draining")
+            return
+        self._draining = True
+        self._log.info("draining", signal=number.name)
+        self._driver.feed([StopRequested()])
+
+    async def _close(self) -> None:
+        if not await asyncio.to_thread(self._source.close, LEAVE_TIMEOUT_S):
+            self._log.warning("the group was not left in time", seconds=LEAVE_TIMEOUT_S)
+        await asyncio.to_thread(self._sink.close)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._health is not None:
+            await asyncio.to_thread(self._health.close)
+
+    # Supervision ---------------------------------------------------------------------------------
+
+    def _feed(self, events: list[Event]) -> None:
+        self._driver.feed(events)  # built after the streams
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self._driver.halted.done():
+            return
+        error = task.exception()
+        self._log.error("task ended", task=task.get_name(), exc_info=error)
+        self._driver.crash(f"{task.get_name()}: {error!r}")
+
+    def _loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """A callback that raised is a bug of ours; libraries' own noise is logged only."""
+        del loop
+        error = context.get("exception")
+        self._log.error("event loop", reason=context.get("message"), exc_info=error)
+        if "handle" in context and isinstance(error, Exception):
+            self._driver.crash(f"internal error: {type(error).__name__}: {error}")
+
+    def _decoding_bug(self, error: Exception) -> None:
+        self._log.error("record failed", exc_info=error)
+
+    # What is asked from outside ------------------------------------------------------------------
+
+    def missing(self) -> Sequence[str]:
+        """What this process is not ready without."""
+        if self._driver.halted.done():
+            return ["stopped"]
+        missing = ["draining"] if self._draining else []
+        if not self._bridge.assigned:
+            missing.append(f"no partition of {self._settings.queries_topic} is assigned")
+        if self._core.gauges().writing_suspended:
+            missing.append("results can't be written")
+        missing += filter(None, (servers.missing() for servers in self._servers.values()))
+        return missing
+
+    def _refresh(self) -> None:
+        metrics = self._metrics
+        gauges = self._core.gauges()
+        metrics.set(m.PARTITIONS_ASSIGNED, gauges.partitions)
+        metrics.set(m.PARTITIONS_PAUSED, gauges.partitions_paused)
+        metrics.set(m.UNSETTLED_RECORDS, gauges.unsettled)
+        metrics.set(m.BUFFER_BYTES, gauges.buffer_bytes)
+        for name, dispatcher in self._core.dispatchers.items():
+            metrics.set(m.BACKLOG_QUERIES, dispatcher.waiting, name)
+            metrics.set(m.BACKLOG_TOKENS, dispatcher.waiting_tokens, name)
+            in_flight = sum(
+                len(claim.queries)
+                for server in dispatcher.servers
+                for claim in server.claims.values()
+            )
+            metrics.set(m.IN_FLIGHT_QUERIES, in_flight, name)
+            wrong = sum(
+                not server.revision_ok and server.phase is not ServerPhase.DOWN
+                for server in dispatcher.servers
+            )
+            metrics.set(m.SERVERS_WRONG_REVISION, wrong, name)
+        for name, servers in self._servers.items():
+            phases = list(servers.phases().values())
+            for phase in ServerPhase:
+                metrics.set(m.SERVERS, phases.count(phase), name, phase)
+            metrics.set(m.STREAMS_OPENED, servers.opened, name)
+            metrics.set(m.STREAMS_FAILED, servers.failed, name)
+
+
+def _priority(settings: AggregatorSettings) -> pb.Priority:
+    bulk = settings.priority == "bulk"
+    return pb.PRIORITY_BULK if bulk else pb.PRIORITY_INTERACTIVE
