@@ -1,0 +1,132 @@
+"""The command line: `model-server serve | embed`.
+
+Commands print what was asked for on standard output, logs and errors on standard error, and end
+with a code other than 0 and one clear line on failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from model_server.settings import (
+    ModelServerSettings,
+    SettingsError,
+    load_settings,
+    printable,
+)
+
+EXIT_FAILED = 1
+EXAMPLES_SERVE = """\b
+Examples:
+  model-server serve --engine simulated
+  model-server serve --model ./all-MiniLM-L6-v2 --served-model-name minilm
+  model-server serve --model sentence-transformers/all-MiniLM-L6-v2 --revision c9745ed1d9f2
+"""
+EXAMPLES_EMBED = """\b
+Examples:
+  model-server embed "how do I reset my password"
+  cat queries.txt | model-server embed --server localhost:50051 --json
+"""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="token-batching", prog_name="model-server")
+def main() -> None:
+    """Serve an embedding model over gRPC, its forward passes filled by token count."""
+
+
+@main.command(epilog=EXAMPLES_SERVE)
+@click.option("--model", help="A model's folder, or its id on the hub.")
+@click.option("--revision", "model_revision", help="Commit, tag or branch on the hub.")
+@click.option("--served-model-name", help="What clients call the model; default: its last part.")
+@click.option("--engine", type=click.Choice(["torch", "simulated"]), help="Default: torch.")
+@click.option("--grpc-listen", metavar="HOST:PORT", help="Default: 127.0.0.1:50051.")
+@click.option("--metrics-listen", metavar="HOST:PORT", help="Default: 127.0.0.1:9465; '': none.")
+@click.option("--device", help="auto, cpu, cuda, ...; default: auto.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]))
+@click.option("--threads", type=int, help="Of the engine on a CPU; 0: as many as there are.")
+@click.option("--batch-tokens-target", type=int, help="Tokens aimed at for a forward pass.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="For golden vectors.")
+@click.option("--log-format", type=click.Choice(["json", "console"]))
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A TOML file with the names of the settings.",
+)
+@click.option("--print-config", is_flag=True, help="Print the resulting settings and end.")
+def serve(config: Path | None, print_config: bool, **options: Any) -> None:
+    """Serve one model until SIGTERM or Ctrl-C.
+
+    Every setting is also a variable MODEL_SERVER_<NAME> and a name in the file of --config; options
+    go over variables, variables over the file.
+    """
+    try:
+        settings = load_settings(config, options=options)
+    except SettingsError as error:
+        raise click.ClickException(str(error)) from error
+    if print_config:
+        click.echo(printable(settings))
+        return
+    _serve(settings)
+
+
+def _serve(settings: ModelServerSettings) -> None:
+    from model_server.engines.factory import create_engine  # noqa: PLC0415 - starts faster without
+    from model_server.engines.hub import HubError, model_folder  # noqa: PLC0415
+    from model_server.server.process import ServeError, serve_until_ended  # noqa: PLC0415
+    from model_server.telemetry.logs import configure_logs  # noqa: PLC0415
+
+    log = configure_logs(settings.log_format, settings.log_level)
+    try:
+        folder = model_folder(settings)
+        ended = asyncio.run(
+            serve_until_ended(settings, lambda: create_engine(settings, folder), log=log)
+        )
+    except (HubError, ServeError) as error:
+        raise click.ClickException(str(error)) from error
+    if ended.message is None:
+        log.info("stopped")
+        return
+    click.echo(f"Error: {' '.join(ended.message.split())}", err=True)
+    if ended.hangs:
+        # Interpreter shutdown would wait for, or crash in, the thread that never returns.
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)
+    sys.exit(EXIT_FAILED)
+
+
+@main.command(epilog=EXAMPLES_EMBED)
+@click.argument("texts", nargs=-1)
+@click.option("--server", default="localhost:50051", metavar="HOST:PORT", show_default=True)
+@click.option("--model", help="A served name; default: the server's own.")
+@click.option("--input-type", type=click.Choice(["query", "document"]))
+@click.option("--dimensions", type=click.IntRange(min=1), help="Smaller ones the model declares.")
+@click.option("--truncate", is_flag=True, help="Cut texts at the model's maximum.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a text, whole vectors.")
+@click.option("--timeout-s", type=float, default=30.0, show_default=True)
+def embed(texts: tuple[str, ...], server: str, timeout_s: float, **options: Any) -> None:
+    """Embed texts, or the lines of standard input, and print their vectors.
+
+    Without --json a line shows tokens, dimensions and the first numbers of each vector.
+    """
+    from model_server.embed_client import EmbedError, EmbedOptions, embed_texts  # noqa: PLC0415
+
+    given = list(texts) or [line.rstrip("\n") for line in click.get_text_stream("stdin")]
+    given = [text for text in given if text]
+    if not given:
+        raise click.ClickException("no texts: give them as arguments or as lines of standard input")
+    try:
+        refused = embed_texts(
+            server, given, EmbedOptions(timeout_s=timeout_s, **options), click.echo
+        )
+    except EmbedError as error:
+        raise click.ClickException(str(error)) from error
+    if refused:
+        raise click.ClickException(f"{refused} of {len(given)} texts have no vector")

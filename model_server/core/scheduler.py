@@ -1,0 +1,537 @@
+"""The scheduler: what runs in the next pass, who is answered what, and what streams are told.
+
+One way in (`handle(event, now_ns) -> effects`), one way out. Owns every request that was taken in
+until its last input is answered, the one pass that runs, and the server's phase. Invariants:
+
+- each input that arrived is answered exactly once, unless its stream or call is gone;
+- one pass at a time, never above the maxima (DESIGN 4.5), and none outside SERVING and DRAINING;
+- an exclusive pass starts only after the write of its announcement has returned;
+- nobody is blamed for a broken engine (DESIGN 4.6).
+
+It must not know messages, vectors, threads or clocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aggregator.core.packing import PackLimits, Room
+from model_server.core.effects import (
+    Announce,
+    Answer,
+    AnsweredPart,
+    CloseStreams,
+    Effect,
+    Fail,
+    Halt,
+    MaximumLowered,
+    Part,
+    PassKind,
+    Refuse,
+    RestartEngine,
+    RunPass,
+    SayState,
+    WakeAt,
+)
+from model_server.core.events import (
+    UNARY,
+    AnnouncementWritten,
+    DrainRequested,
+    EngineDied,
+    EngineReady,
+    Event,
+    PassDone,
+    PassRaised,
+    RequestArrived,
+    RequestCancelled,
+    StreamClosed,
+    StreamOpened,
+    Tick,
+)
+from model_server.core.failures import (
+    EXPIRED,
+    Failure,
+    engine_died,
+    failed_alone,
+    not_started,
+    too_much_held,
+)
+from model_server.core.isolation import Isolation
+from model_server.core.lifecycle import Lifecycle, Phase
+from model_server.core.limits import Limits
+from model_server.core.pass_times import PassTimes
+from model_server.core.queue import WaitingQueue
+from model_server.core.requests import Request
+from model_server.core.streams import Streams
+
+_SECOND_NS = 1_000_000_000
+ANNOUNCE_TIMEOUT_NS = 2 * _SECOND_NS
+"""A client that does not read an announcement for so long must not hold the engine any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """What is fixed for the life of the process."""
+
+    limits: Limits
+    """Until `EngineReady` brings those of the loaded model."""
+    pass_timeout_ns: int
+    drain_deadline_ns: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """The pass that runs, or waits for the write of its announcement (`started` False)."""
+
+    pass_id: int
+    kind: PassKind
+    parts: Sequence[Part]
+    tokens: int
+    since_ns: int
+    started: bool
+
+
+class Scheduler:
+    """See the module. Not thread-safe: one caller."""
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        self._options = options
+        self._lifecycle = Lifecycle()
+        self._limits = options.limits
+        self._requests: dict[int, Request] = {}
+        self._streams = Streams()
+        self._queue = WaitingQueue()
+        self._isolation = Isolation()
+        self._times = PassTimes()
+        self._pass: _Pass | None = None
+        self._pass_id = 0
+        self._idle_said = True
+        self._expiries: list[tuple[int, int]] = []
+        self._drain_by_ns = 0
+        self._armed_ns = 0
+        self._first: list[Effect] = []
+        self._out: list[Effect] = []
+        self._after: list[Effect] = []
+        self._handlers: dict[type[Any], Callable[[Any, int], None]] = {
+            StreamOpened: self._stream_opened,
+            StreamClosed: self._stream_closed,
+            RequestArrived: self._request_arrived,
+            RequestCancelled: self._request_cancelled,
+            AnnouncementWritten: self._announcement_written,
+            PassDone: self._pass_done,
+            PassRaised: self._pass_raised,
+            EngineDied: self._engine_died,
+            EngineReady: self._engine_ready,
+            Tick: self._tick,
+            DrainRequested: self._drain_requested,
+        }
+
+    @property
+    def phase(self) -> Phase:
+        """Where the server stands."""
+        return self._lifecycle.phase
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes in force."""
+        return self._limits
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens held beyond those of the running pass."""
+        running = self._pass.tokens if self._pass is not None else 0
+        return max(0, self._streams.held_tokens - running)
+
+    def window_tokens(self, stream: int) -> int:
+        """What a stream may have unanswered."""
+        return self._streams.window_tokens(stream)
+
+    def busy_ms(self, now_ns: int) -> float:
+        """The rest of the running pass plus all that is queued; 0 only when idle."""
+        queued = self._times.queue_ms(self.queued_tokens, self._limits.batch_tokens_target)
+        if self._pass is None:
+            return queued
+        expected = self._times.pass_ms(self._pass.tokens)
+        rest = expected - (now_ns - self._pass.since_ns) / 1e6 if self._pass.started else expected
+        # A pass that overruns is not over: a twentieth of it is always left.
+        return queued + max(rest, 0.05 * expected, 0.01)
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        """Take one event in; the effects are to be carried out in order."""
+        self._first, self._out, self._after = [], [], []
+        self._handlers[type(event)](event, now_ns)
+        if now_ns >= self._armed_ns:
+            self._check_times(now_ns)
+        if self._pass is None and self._lifecycle.running:
+            self._advance(now_ns)
+        self._arm(now_ns)
+        return self._first + self._out + self._after
+
+    # Streams and requests
+
+    def _stream_opened(self, event: StreamOpened, now_ns: int) -> None:
+        self._streams.open(event.stream, now_ns)
+        self._share_windows(now_ns, always=(event.stream,))
+
+    def _stream_closed(self, event: StreamClosed, now_ns: int) -> None:
+        for key in self._streams.close(event.stream):
+            self._drop(self._requests[key])
+        self._share_windows(now_ns)
+
+    def _request_arrived(self, event: RequestArrived, now_ns: int) -> None:
+        stream = self._streams.get(event.stream)
+        if stream is None:
+            return
+        if not self._lifecycle.serving:
+            self._refuse(event, not_started(f"The server is {self._lifecycle.phase}."), now_ns)
+            return
+        if stream.held_tokens > self._limits.held_tokens_max:
+            message = f"{stream.held_tokens} tokens are already held unanswered."
+            retry_ms = int(self.busy_ms(now_ns)) + 1
+            self._refuse(event, too_much_held(message, retry_ms), now_ns)
+            return
+        request = Request(event)
+        if request.unanswered:
+            self._requests[request.key] = request
+            self._queue.push(request)
+            self._streams.hold(request, now_ns)
+            if request.earliest_ns:
+                heapq.heappush(self._expiries, (request.earliest_ns, request.key))
+        if event.failures:
+            last = not request.unanswered
+            self._out.append(Fail(request=request.key, failures=event.failures, last=last))
+            self._streams.said(event.stream, now_ns)
+        if self._streams.windows_due(now_ns):
+            self._share_windows(now_ns)
+
+    def _refuse(self, event: RequestArrived, failure: Failure, now_ns: int) -> None:
+        self._out.append(Refuse(request=event.request, failure=failure))
+        self._streams.said(event.stream, now_ns)
+
+    def _request_cancelled(self, event: RequestCancelled, now_ns: int) -> None:
+        del now_ns
+        request = self._requests.get(event.request)
+        if request is not None:
+            self._streams.release(request, request.held_tokens)
+            self._streams.forget(request)
+            self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Nobody waits for it: its inputs leave the queue, and a pass that only it waited for."""
+        request.gone = True
+        del self._requests[request.key]
+        running = self._pass
+        if running is None or running.started:
+            return
+        if not any(part.request in self._requests for part in running.parts):
+            self._pass = None
+
+    def _answered(self, request: Request, indexes: Iterable[int], now_ns: int) -> bool:
+        """Strike inputs off everywhere; True when the request is complete."""
+        held = request.held_tokens
+        last = request.answered(indexes)
+        self._streams.release(request, held - request.held_tokens)
+        self._streams.said(request.stream, now_ns)
+        if last:
+            self._streams.forget(request)
+            del self._requests[request.key]
+            request.gone = True
+        return last
+
+    def _fail(self, key: int, indexes: Sequence[int], failure: Failure, now_ns: int) -> None:
+        request = self._requests.get(key)
+        if request is None or not indexes:
+            return
+        last = self._answered(request, indexes, now_ns)
+        failures = [(index, failure) for index in indexes]
+        self._out.append(Fail(request=key, failures=failures, last=last))
+
+    # Passes
+
+    def _advance(self, now_ns: int) -> None:
+        """The engine is free: start the next pass, or say that it is idle."""
+        chosen = self._choose(now_ns)
+        if chosen is not None:
+            self._start(*chosen, now_ns)
+            return
+        if not self._idle_said:
+            self._idle_said = True
+            self._after.append(Announce(pass_id=None, running={}))
+            self._streams.said_to_all(now_ns)
+        if self._lifecycle.phase is Phase.DRAINING and not self._requests:
+            self._stop(None)
+
+    def _choose(self, now_ns: int) -> tuple[PassKind, Sequence[Part], int] | None:
+        if self._isolation.suspect is not None:
+            self._queue.note_other_pass()
+            return PassKind.CANARY, (), 0
+        while (half := self._isolation.next_half()) is not None:
+            parts = self._live(half, now_ns)
+            if parts:
+                self._queue.note_other_pass()
+                return PassKind.ISOLATION, parts, self._tokens(parts)
+        limits = PackLimits(
+            tokens=self._limits.batch_tokens_target,
+            inputs=self._limits.inputs_max,
+            size_bytes=self._limits.request_bytes_max,
+        )
+        self._expire(now_ns)
+        exclusive = self._queue.exclusive_turn()
+        if exclusive is not None:
+            room = Room(limits)
+            part = exclusive.take(room)
+            if part is not None:
+                self._queue.note_other_pass()
+                return PassKind.EXCLUSIVE, (part,), room.tokens
+        cut, tokens = self._queue.cut(limits)
+        return (PassKind.NORMAL, cut, tokens) if cut else None
+
+    def _tokens(self, parts: Sequence[Part]) -> int:
+        """Exact tokens of parts whose requests are alive."""
+        return sum(self._requests[p.request].tokens[i] for p in parts for i in p.indexes)
+
+    def _live(self, parts: Sequence[Part], now_ns: int) -> list[Part]:
+        """What is left of parts taken earlier: without the gone, and without the expired."""
+        live: list[Part] = []
+        for part in parts:
+            request = self._requests.get(part.request)
+            if request is None:
+                continue
+            due = request.expired_of(part.indexes, now_ns)
+            if due:
+                self._fail(part.request, due, EXPIRED, now_ns)
+            left = [i for i in part.indexes if i not in due] if due else part.indexes
+            if left:
+                live.append(Part(request=part.request, indexes=left))
+        return live
+
+    def _start(self, kind: PassKind, parts: Sequence[Part], tokens: int, now_ns: int) -> None:
+        self._pass_id += 1
+        running: dict[int, list[int]] = {}
+        awaited: int | None = None
+        for part in parts:
+            request = self._requests[part.request]
+            if request.stream != UNARY:
+                ids = running.setdefault(request.stream, [])
+                if request.request_id not in ids:
+                    ids.append(request.request_id)
+                if request.exclusive:
+                    awaited = request.stream
+        self._pass = _Pass(
+            pass_id=self._pass_id,
+            kind=kind,
+            parts=parts,
+            tokens=tokens,
+            since_ns=now_ns,
+            started=awaited is None,
+        )
+        if awaited is None:
+            self._run()
+        self._idle_said = False
+        self._after.append(Announce(pass_id=self._pass_id, running=running, awaited=awaited))
+        self._streams.said_to_all(now_ns)
+
+    def _run(self) -> None:
+        running = self._pass
+        if running is not None:
+            self._first.append(
+                RunPass(
+                    pass_id=running.pass_id,
+                    kind=running.kind,
+                    parts=running.parts,
+                    tokens=running.tokens,
+                )
+            )
+
+    def _announcement_written(self, event: AnnouncementWritten, now_ns: int) -> None:
+        running = self._pass
+        if running is not None and running.pass_id == event.pass_id and not running.started:
+            running.started = True
+            running.since_ns = now_ns
+            self._run()
+
+    def _ended(self, pass_id: int) -> _Pass | None:
+        """The pass that this id names, no longer running; None for one that was given up."""
+        running = self._pass
+        if running is None or running.pass_id != pass_id:
+            return None
+        self._pass = None
+        return running
+
+    def _pass_done(self, event: PassDone, now_ns: int) -> None:
+        ended = self._ended(event.pass_id)
+        if ended is None:
+            return
+        if ended.kind is PassKind.CANARY:
+            suspect = self._isolation.convicted()
+            failure = failed_alone(suspect.message)
+            self._fail(suspect.part.request, suspect.part.indexes, failure, now_ns)
+            return
+        self._times.observe(ended.tokens, event.ended_ns - event.started_ns)
+        answered: list[AnsweredPart] = []
+        row = 0
+        for part in ended.parts:
+            request = self._requests.get(part.request)
+            if request is not None:
+                last = self._answered(request, part.indexes, now_ns)
+                answered.append(
+                    AnsweredPart(request=part.request, indexes=part.indexes, row=row, last=last)
+                )
+            row += len(part.indexes)
+        self._out.append(
+            Answer(
+                pass_id=event.pass_id,
+                parts=answered,
+                started_ns=event.started_ns,
+                ended_ns=event.ended_ns,
+            )
+        )
+
+    def _pass_raised(self, event: PassRaised, now_ns: int) -> None:
+        ended = self._ended(event.pass_id)
+        if ended is None:
+            return
+        if ended.kind is PassKind.CANARY:
+            self._lose_engine(f"the canary failed too: {event.message}", (), now_ns)
+            return
+        inputs = sum(len(part.indexes) for part in ended.parts)
+        if event.out_of_memory and inputs > 1:
+            self._limits = self._limits.lowered(ended.tokens // 2)
+            self._out.append(MaximumLowered(batch_tokens_max=self._limits.batch_tokens_max))
+            self._share_windows(now_ns, always=self._streams.open_streams())
+        live = self._live(ended.parts, now_ns)
+        if live:
+            self._isolation.raised(live, event.message)
+
+    # The engine's life
+
+    def _engine_ready(self, event: EngineReady, now_ns: int) -> None:
+        del now_ns
+        if self._lifecycle.phase is Phase.STOPPED:
+            return
+        self._lifecycle.to(Phase.SERVING)
+        self._limits = event.limits
+        for tokens, duration_ns in event.pass_samples:
+            self._times.observe(tokens, duration_ns)
+
+    def _engine_died(self, event: EngineDied, now_ns: int) -> None:
+        if self._lifecycle.running:
+            parts = self._pass.parts if self._pass is not None else ()
+            self._lose_engine(event.message, parts, now_ns)
+
+    def _lose_engine(self, message: str, in_pass: Sequence[Part], now_ns: int) -> None:
+        """Answer everything held: what was in the pass may be the cause, the rest is not."""
+        self._answer_all(in_pass, engine_died(f"The engine died in this pass: {message}"), now_ns)
+        if self._lifecycle.phase is Phase.DRAINING:
+            self._stop(None)
+            return
+        self._lifecycle.to(Phase.RESTARTING)
+        self._after.append(CloseStreams(failure=not_started("The engine is restarting.")))
+        self._after.append(RestartEngine(message=message))
+
+    def _answer_all(self, in_pass: Sequence[Part], failure: Failure, now_ns: int) -> None:
+        """Inputs of `in_pass` get `failure`, all others NOT_STARTED."""
+        for part in in_pass:
+            self._fail(part.request, part.indexes, failure, now_ns)
+        rest = not_started("The engine was lost before this input's pass.")
+        for part in self._isolation.parts():
+            self._fail(part.request, part.indexes, rest, now_ns)
+        for request in list(self._requests.values()):
+            waiting = request.waiting[request.position :]
+            if len(waiting) == len(request.tokens):
+                self._answered(request, waiting, now_ns)
+                self._out.append(Refuse(request=request.key, failure=rest))
+            else:
+                self._fail(request.key, waiting, rest, now_ns)
+        self._isolation.clear()
+        self._queue.clear()
+        self._pass = None
+        self._idle_said = True
+
+    def _drain_requested(self, event: DrainRequested, now_ns: int) -> None:
+        del event
+        if not self._lifecycle.running:
+            if self._lifecycle.phase is not Phase.STOPPED:
+                self._stop(None)
+            return
+        if self._lifecycle.phase is Phase.SERVING:
+            self._lifecycle.to(Phase.DRAINING)
+            self._drain_by_ns = now_ns + self._options.drain_deadline_ns
+            self._say(self._streams.open_streams(), now_ns)
+
+    def _stop(self, message: str | None) -> None:
+        self._lifecycle.to(Phase.STOPPED)
+        failure = not_started("The server is going away.") if message is not None else None
+        self._after.append(CloseStreams(failure=failure))
+        self._after.append(Halt(message=message))
+
+    # Time
+
+    def _tick(self, event: Tick, now_ns: int) -> None:
+        """The checks of `handle` do it."""
+
+    def _check_times(self, now_ns: int) -> None:
+        self._expire(now_ns)
+        self._say(self._streams.silent(now_ns), now_ns)
+        running = self._pass
+        if running is not None:
+            age_ns = now_ns - running.since_ns
+            if running.started and age_ns >= self._options.pass_timeout_ns:
+                message = f"a pass ran longer than {self._options.pass_timeout_ns // 1_000_000} ms"
+                self._answer_all(running.parts, engine_died(message), now_ns)
+                self._stop(message)
+                return
+            if not running.started and age_ns >= ANNOUNCE_TIMEOUT_NS:
+                self._pass = None
+                unread = not_started("Its client did not read the announcement of its pass.")
+                for part in running.parts:
+                    self._fail(part.request, part.indexes, unread, now_ns)
+        if self._lifecycle.phase is Phase.DRAINING and now_ns >= self._drain_by_ns:
+            in_pass = self._pass.parts if self._pass is not None else ()
+            self._answer_all(in_pass, not_started("The server's time to drain ran out."), now_ns)
+            self._stop(None)
+
+    def _expire(self, now_ns: int) -> None:
+        """Answer waiting inputs whose time is over."""
+        heap = self._expiries
+        while heap and heap[0][0] <= now_ns:
+            request = self._requests.get(heapq.heappop(heap)[1])
+            if request is None:
+                continue
+            due = request.expired(now_ns)
+            if request.earliest_ns:
+                heapq.heappush(heap, (request.earliest_ns, request.key))
+            self._fail(request.key, due, EXPIRED, now_ns)
+
+    def _arm(self, now_ns: int) -> None:
+        """Ask for the next `Tick`, if it must come sooner than asked for, or none is due."""
+        at_ns = self._expiries[0][0] if self._expiries else 0
+        times: list[int] = [at_ns] if at_ns else []
+        if self._pass is not None:
+            limit = self._options.pass_timeout_ns if self._pass.started else ANNOUNCE_TIMEOUT_NS
+            times.append(self._pass.since_ns + limit)
+        if self._requests:
+            times.append(now_ns + _SECOND_NS)
+        if self._lifecycle.phase is Phase.DRAINING:
+            times.append(self._drain_by_ns)
+        if not times:
+            return
+        earliest = min(times)
+        if earliest < self._armed_ns or self._armed_ns <= now_ns:
+            self._armed_ns = earliest
+            self._after.append(WakeAt(at_ns=earliest))
+
+    # What streams are told
+
+    def _share_windows(self, now_ns: int, always: Sequence[int] = ()) -> None:
+        changed = self._streams.share(self._limits, now_ns)
+        self._say([*always, *(s for s in changed if s not in always)], now_ns)
+
+    def _say(self, streams: Sequence[int], now_ns: int) -> None:
+        if streams:
+            self._after.append(SayState(streams=streams))
+            for stream in streams:
+                self._streams.said(stream, now_ns)

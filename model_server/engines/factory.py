@@ -1,0 +1,69 @@
+"""Settings to an engine; each engine's packages are imported only where it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from model_server.engines.base import Engine
+from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
+
+if TYPE_CHECKING:
+    from model_server.settings import ModelServerSettings
+
+
+class EngineUnavailableError(Exception):
+    """The engine can't be made here; the message is one line."""
+
+
+def create_engine(settings: ModelServerSettings, model_folder: Path | None) -> Engine:
+    """Load the engine that the settings name, with the model of a local folder.
+
+    Raises:
+        EngineUnavailableError: its packages are not installed.
+        Exception: what loading raised.
+    """
+    if settings.engine == "simulated":
+        return SimulatedEngine(_simulated_options(settings))
+    if model_folder is None:
+        raise EngineUnavailableError(f"engine {settings.engine} needs a model")
+    try:
+        from model_server.engines.torch_engine import (  # noqa: PLC0415 - an extra
+            TorchEngine,
+            TorchOptions,
+        )
+    except ImportError as error:
+        raise EngineUnavailableError(
+            f"engine torch needs the extra 'torch' (pip install 'token-batching[torch]'): {error}"
+        ) from error
+    return TorchEngine.load(
+        TorchOptions(
+            model_path=model_folder,
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            pooling=settings.pooling,
+            input_tokens_max=settings.input_tokens_max,
+            cache_dir=settings.cache_dir,
+        )
+    )
+
+
+def _simulated_options(settings: ModelServerSettings) -> SimulatedOptions:
+    given = settings.simulated
+    own_maximum = settings.input_tokens_max or given.input_tokens_max
+    return SimulatedOptions(
+        fixed_ms=given.fixed_ms,
+        slope_us_per_token=given.slope_us_per_token,
+        knee_tokens=given.knee_tokens,
+        dimensions=given.dimensions,
+        matryoshka_dimensions=given.matryoshka_dimensions,
+        input_tokens_max=min(own_maximum, given.input_tokens_max),
+        prompts=given.prompts,
+        tokenizer=given.tokenizer,
+        faults=given.faults,
+        slow_ms=given.slow_ms,
+        out_of_memory_above_tokens=given.out_of_memory_above_tokens,
+        broken_after_passes=given.broken_after_passes,
+        wrong_reference=given.wrong_reference,
+    )

@@ -1,0 +1,514 @@
+"""Feeds events to the scheduler and carries out its effects; owns engine, requests and sessions.
+
+No policy: what runs, who is answered and what is refused is the scheduler's. Invariants: events are
+fed from the loop only, one after the other; a request is known here from its arrival until its last
+answer was ordered; a vector that is not of the shape it must have makes its pass one that raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from model_server.core.effects import (
+    Announce,
+    Answer,
+    CloseStreams,
+    Effect,
+    Fail,
+    Halt,
+    MaximumLowered,
+    Part,
+    PassKind,
+    Refuse,
+    RestartEngine,
+    RunPass,
+    SayState,
+    WakeAt,
+)
+from model_server.core.events import (
+    UNARY,
+    AnnouncementWritten,
+    DrainRequested,
+    EngineDied,
+    EngineReady,
+    Event,
+    PassDone,
+    PassRaised,
+    RequestArrived,
+    RequestCancelled,
+    StreamClosed,
+    StreamOpened,
+    Tick,
+)
+from model_server.core.failures import (
+    Failure,
+    invalid,
+    model_unknown,
+    not_started,
+    too_much_held,
+)
+from model_server.core.lifecycle import Phase
+from model_server.core.scheduler import Scheduler, SchedulerOptions
+from model_server.engines.base import (
+    EngineDiedError,
+    EngineOutOfMemoryError,
+    ModelInfo,
+    Tokens,
+    Vectors,
+)
+from model_server.server.answers import group_answers
+from model_server.server.calls import Caller, Held, Timing
+from model_server.server.jobs import Ran, embed, tokenize
+from model_server.server.requests import Columns, Reader
+from model_server.server.sessions import Session
+from model_server.server.startup import Started
+from model_server.server.workers import Worker
+from model_server.vectors import Encoding
+from protos.embedding.v1 import embedding_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from model_server.telemetry.logs import Logger
+    from model_server.telemetry.metrics import Metrics
+
+UNTOKENIZED_UNARY_MAX = 64
+"""Unary calls that may wait for the tokenizer; their tokens are not known, so calls are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverOptions:
+    """What the driver is given."""
+
+    model: str
+    scheduler: SchedulerOptions
+    start: Callable[[], Started]
+    """Blocking; run in the engine's thread, at start and at each restart."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """A pass that the engine has, or whose answers are being sent."""
+
+    effect: RunPass
+    inputs: int
+    vectors: Vectors | None = None
+
+
+class Driver:
+    """See the module."""
+
+    def __init__(self, options: DriverOptions, *, log: Logger, metrics: Metrics) -> None:
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._options = options
+        self._log = log
+        self._metrics = metrics
+        self._scheduler = Scheduler(options.scheduler)
+        self._engine_worker = Worker("engine", loop)
+        self._token_worker = Worker("tokenizer", loop)
+        self._started: Started | None = None
+        self._reader: Reader | None = None
+        self._sessions: dict[int, Session] = {}
+        self._held: dict[int, Held] = {}
+        self._stream_id = UNARY
+        self._key = 0
+        self._untokenized_unary = 0
+        self._passes: dict[int, _Running] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._phase = Phase.LOADING
+        self.phase_changed = asyncio.Event()
+        self.no_streams = asyncio.Event()
+        self.no_streams.set()
+        self.halted: asyncio.Future[str | None] = loop.create_future()
+        """Its result: None after a drain, else why the process must end."""
+        self._carry: dict[type[Any], Callable[[Any], None]] = {
+            RunPass: self._run_pass,
+            Announce: self._announce,
+            SayState: self._say_state,
+            Answer: self._answer,
+            Fail: self._fail,
+            Refuse: self._refuse,
+            CloseStreams: self._close_streams,
+            RestartEngine: self._restart_engine,
+            MaximumLowered: self._maximum_lowered,
+            Halt: self._halt,
+            WakeAt: self._wake_at,
+        }
+
+    # What others may know
+
+    @property
+    def model(self) -> str:
+        """The served name."""
+        return self._options.model
+
+    @property
+    def phase(self) -> Phase:
+        """Where the server stands."""
+        return self._phase
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Of the loaded model; None before there is one."""
+        return self._started.engine.info if self._started is not None else None
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """To read limits and figures from."""
+        return self._scheduler
+
+    @property
+    def streams(self) -> int:
+        """Open streams."""
+        return len(self._sessions)
+
+    def not_serving(self) -> Failure | None:
+        """Why nothing can be taken now; None: it can."""
+        if self._phase is Phase.SERVING and self._reader is not None:
+            return None
+        return not_started(f"The server is {self._phase}.")
+
+    # Life
+
+    def start(self) -> None:
+        """Load the engine; SERVING follows, or `halted`."""
+        self._engine_worker.submit(self._options.start, self._engine_started)
+
+    def drain(self) -> None:
+        """Answer what is held, refuse the rest; `halted` follows."""
+        self._feed(DrainRequested())
+
+    def close(self, timeout_s: float) -> bool:
+        """Free the engine and end the threads; False: the engine's thread hangs in a pass."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._token_worker.close(timeout_s)
+        if self._started is not None:
+            self._engine_worker.submit(self._started.engine.close, lambda *_: None)
+        return self._engine_worker.close(timeout_s)
+
+    def _engine_started(self, result: Started, error: BaseException | None) -> None:
+        if error is not None:
+            self._log.error("engine not started", error=str(error), kind=type(error).__name__)
+            self._halt(Halt(message=str(error) or type(error).__name__))
+            return
+        self._started = result
+        self._reader = Reader(result.engine.info)
+        self._feed(EngineReady(limits=result.limits, pass_samples=result.pass_samples))
+
+    def _restart_engine(self, effect: RestartEngine) -> None:
+        self._metrics.engine_restarts.inc()
+        self._log.error("engine lost", reason=effect.message)
+        lost, start = self._started, self._options.start
+        self._passes.clear()
+
+        def restart() -> Started:
+            if lost is not None:
+                lost.engine.close()
+            return start()
+
+        self._engine_worker.submit(restart, self._engine_started)
+
+    def _halt(self, effect: Halt) -> None:
+        if not self.halted.done():
+            self.halted.set_result(effect.message)
+
+    # Events
+
+    def _feed(self, event: Event) -> None:
+        effects: Sequence[Effect] = self._scheduler.handle(event, time.monotonic_ns())
+        for effect in effects:
+            self._carry[type(effect)](effect)
+        if self._scheduler.phase is not self._phase:
+            self._phase = self._scheduler.phase
+            self._log.info("phase", phase=str(self._phase))
+            self.phase_changed.set()
+
+    def _wake_at(self, effect: WakeAt) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, (effect.at_ns - time.monotonic_ns()) / 1e9)
+        # A timer may fire a little early; the scheduler then asks again.
+        self._timer = self._loop.call_later(delay_s, self._feed, Tick())
+
+    # Streams and requests
+
+    def open_stream(self) -> Session:
+        """A client opened a stream; to be closed by `close_stream`."""
+        self._stream_id += 1
+        session = Session(self._stream_id, self)
+        self._sessions[session.stream] = session
+        self.no_streams.clear()
+        self._metrics.streams.set(len(self._sessions))
+        self._feed(StreamOpened(stream=session.stream))
+        return session
+
+    def close_stream(self, session: Session) -> None:
+        """A stream is over: its inputs leave the queue."""
+        del self._sessions[session.stream]
+        if not self._sessions:
+            self.no_streams.set()
+        self._metrics.streams.set(len(self._sessions))
+        self._feed(StreamClosed(stream=session.stream))
+        for key in [key for key, held in self._held.items() if held.stream == session.stream]:
+            del self._held[key]
+
+    def fill_state(self, stream: int, state: pb.ServerState) -> None:
+        """The state as of now, for a stream."""
+        scheduler = self._scheduler
+        limits = scheduler.limits
+        state.batch_tokens_target = limits.batch_tokens_target
+        state.batch_tokens_max = limits.batch_tokens_max
+        state.window_tokens = scheduler.window_tokens(stream)
+        state.inputs_max = limits.inputs_max
+        state.request_bytes_max = limits.request_bytes_max
+        state.busy_ms = scheduler.busy_ms(time.monotonic_ns())
+        state.queued_tokens = scheduler.queued_tokens
+        state.draining = self._phase in (Phase.DRAINING, Phase.STOPPED)
+
+    def announcement_written(self, pass_id: int) -> None:
+        """The write of an awaited announcement returned."""
+        self._feed(AnnouncementWritten(pass_id=pass_id))
+
+    def take_stream_request(self, session: Session, request: pb.EmbedStreamRequest) -> None:
+        """Check, tokenize, schedule."""
+        arrived_ns = time.monotonic_ns()
+        columns = self._columns(request, arrived_ns)
+        if isinstance(columns, Failure):
+            self._count_refused(columns)
+            session.refuse_id(request.request_id, columns)
+            return
+        held = self._hold(session, columns, arrived_ns, session.stream, request.request_id)
+        held.exclusive = request.exclusive
+        held.bulk = request.priority == pb.PRIORITY_BULK
+        session.tokenizing()
+        self._tokenize(held, session.tokenized)
+
+    def take_unary(self, request: pb.EmbedRequest, caller: Caller) -> int | Failure:
+        """The same for a unary call; returns the key to cancel it by, or why it is refused."""
+        if self._untokenized_unary >= UNTOKENIZED_UNARY_MAX:
+            return too_much_held("Too many unary calls wait for the tokenizer.", 100)
+        arrived_ns = time.monotonic_ns()
+        columns = self._columns(request, arrived_ns)
+        if isinstance(columns, Failure):
+            return columns
+        if request.float_values and any(e != Encoding.FLOAT32 for e in columns.encodings):
+            return invalid("float_values", "float_values is for encoding float32 only.")
+        held = self._hold(caller, columns, arrived_ns, UNARY, 0)
+        held.bulk = request.priority == pb.PRIORITY_BULK
+        self._untokenized_unary += 1
+        self._tokenize(held, self._unary_tokenized)
+        return held.key
+
+    def _unary_tokenized(self) -> None:
+        self._untokenized_unary -= 1
+
+    def cancel(self, key: int) -> None:
+        """Nobody waits for this request any more."""
+        if self._held.pop(key, None) is not None:
+            self._feed(RequestCancelled(request=key))
+
+    def _columns(
+        self, request: pb.EmbedStreamRequest | pb.EmbedRequest, arrived_ns: int
+    ) -> Columns | Failure:
+        """A request's inputs, or why all of it is refused."""
+        reader = self._reader
+        failure = self.not_serving()
+        if failure is not None or reader is None:
+            return failure or not_started("The server is loading.")
+        if request.HasField("model") and request.model != self._options.model:
+            return model_unknown(request.model, self._options.model)
+        limits = self._scheduler.limits
+        count = len(request.inputs)
+        failure = limits.check_request(inputs=count, request_bytes=0)
+        if failure is not None:
+            return failure
+        columns = reader.read(request.inputs, arrived_ns)
+        failure = limits.check_request(inputs=count, request_bytes=sum(columns.text_bytes))
+        return failure or columns
+
+    def _hold(
+        self, caller: Caller, columns: Columns, arrived_ns: int, stream: int, request_id: int
+    ) -> Held:
+        self._key += 1
+        held = Held(
+            key=self._key,
+            stream=stream,
+            request_id=request_id,
+            arrived_ns=arrived_ns,
+            caller=caller,
+            columns=columns,
+        )
+        self._held[held.key] = held
+        return held
+
+    def _tokenize(self, held: Held, tokenized: Callable[[], None]) -> None:
+        started = self._started
+        if started is None:
+            raise RuntimeError("a request was taken before there is an engine")
+        engine = started.engine
+
+        def done(_: Any, error: BaseException | None) -> None:
+            tokenized()
+            if error is not None:
+                self._log.error("tokenizer failed", error=str(error))
+                self._refuse(Refuse(request=held.key, failure=not_started(f"{error}")))
+            elif held.key in self._held:
+                self._arrived(held)
+
+        self._token_worker.submit(lambda: tokenize(engine, held.columns), done)
+
+    def _arrived(self, held: Held) -> None:
+        columns = held.columns
+        for failure in columns.failures.values():
+            self._metrics.input_failures.labels(str(failure.reason)).inc()
+        self._feed(
+            RequestArrived(
+                request=held.key,
+                stream=held.stream,
+                request_id=held.request_id,
+                arrived_ns=held.arrived_ns,
+                tokens=columns.counts,
+                text_bytes=columns.text_bytes,
+                deadlines_ns=columns.deadlines_ns,
+                failures=sorted(columns.failures.items(), key=lambda item: item[0]),
+                exclusive=held.exclusive,
+                bulk=held.bulk,
+            )
+        )
+
+    # Passes
+
+    def _run_pass(self, effect: RunPass) -> None:
+        started = self._started
+        if started is None:
+            raise RuntimeError("a pass without an engine")
+        held = self._held
+        inputs = [
+            tokens
+            for part in effect.parts
+            for tokens in _tokens_of(held[part.request].columns, part)
+        ]
+        if effect.kind is PassKind.CANARY:
+            inputs = [started.canary]
+        self._passes[effect.pass_id] = _Running(effect=effect, inputs=len(inputs))
+        engine = started.engine
+        self._engine_worker.submit(
+            lambda: embed(engine, inputs),
+            lambda result, error: self._ran(effect.pass_id, result, error),
+        )
+
+    def _ran(self, pass_id: int, result: Ran, error: BaseException | None) -> None:
+        running = self._passes.get(pass_id)
+        if running is None:
+            return  # given up
+        kind = str(running.effect.kind)
+        if error is None:
+            self._metrics.passes.labels(kind, "done").inc()
+            running.vectors = result.vectors
+            self._feed(
+                PassDone(pass_id=pass_id, started_ns=result.started_ns, ended_ns=result.ended_ns)
+            )
+        else:
+            message = f"{type(error).__name__}: {error}"
+            died = isinstance(error, EngineDiedError)
+            self._metrics.passes.labels(kind, "died" if died else "raised").inc()
+            self._log.warning("pass failed", pass_id=pass_id, kind=kind, error=message)
+            self._feed(
+                EngineDied(message=message)
+                if died
+                else PassRaised(
+                    pass_id=pass_id,
+                    message=message,
+                    out_of_memory=isinstance(error, EngineOutOfMemoryError),
+                )
+            )
+        self._passes.pop(pass_id, None)
+
+    def _answer(self, effect: Answer) -> None:
+        running = self._passes[effect.pass_id]
+        info, vectors = self.info, running.vectors
+        if vectors is None or info is None:
+            raise RuntimeError("an answer without vectors")
+        inference_us = (effect.ended_ns - effect.started_ns) // 1_000
+        for part in effect.parts:
+            held = self._held[part.request]
+            groups, failures = group_answers(
+                held.columns,
+                part.indexes,
+                vectors[part.row : part.row + len(part.indexes)],
+                normalized=info.normalized,
+            )
+            for _, failure in failures:
+                self._metrics.input_failures.labels(str(failure.reason)).inc()
+            queue_us = (effect.started_ns - held.arrived_ns) // 1_000
+            timing = Timing(queue_us=queue_us, inference_us=inference_us)
+            held.caller.answer(held, groups, failures, last=part.last, timing=timing)
+            self._metrics.queue_seconds.observe(queue_us / 1e6)
+            if part.last:
+                del self._held[part.request]
+        self._tell_pass(effect, running, inference_us)
+
+    def _tell_pass(self, effect: Answer, running: _Running, inference_us: int) -> None:
+        """The canonical line of a pass, and its metrics."""
+        tokens = running.effect.tokens
+        fill = tokens / self._scheduler.limits.batch_tokens_target
+        self._metrics.observe_pass(running.inputs, tokens, fill, inference_us / 1e6)
+        self._metrics.queued_tokens.set(self._scheduler.queued_tokens)
+        self._log.info(
+            "pass",
+            pass_id=effect.pass_id,
+            kind=str(running.effect.kind),
+            requests=len(running.effect.parts),
+            inputs=running.inputs,
+            tokens=tokens,
+            fill_ratio=round(fill, 3),
+            pass_ms=inference_us / 1_000,
+            queued_tokens=self._scheduler.queued_tokens,
+            streams=len(self._sessions),
+        )
+
+    # Other effects
+
+    def _fail(self, effect: Fail) -> None:
+        held = self._held[effect.request]
+        for _, failure in effect.failures:
+            self._metrics.input_failures.labels(str(failure.reason)).inc()
+        held.caller.answer(held, (), effect.failures, last=effect.last, timing=None)
+        if effect.last:
+            del self._held[effect.request]
+
+    def _refuse(self, effect: Refuse) -> None:
+        held = self._held.pop(effect.request, None)
+        if held is not None:
+            self._count_refused(effect.failure)
+            held.caller.refuse(held, effect.failure)
+
+    def _count_refused(self, failure: Failure) -> None:
+        self._metrics.requests_refused.labels(str(failure.reason)).inc()
+
+    def _announce(self, effect: Announce) -> None:
+        for stream, session in self._sessions.items():
+            awaited = effect.pass_id if effect.awaited == stream else None
+            session.say(effect.running.get(stream, ()), awaited)
+
+    def _say_state(self, effect: SayState) -> None:
+        for stream in effect.streams:
+            self._sessions[stream].say()
+
+    def _close_streams(self, effect: CloseStreams) -> None:
+        for session in self._sessions.values():
+            session.close(effect.failure)
+
+    def _maximum_lowered(self, effect: MaximumLowered) -> None:
+        self._metrics.maximum_lowered.inc()
+        self._log.warning("maximum lowered", batch_tokens_max=effect.batch_tokens_max)
+
+
+def _tokens_of(columns: Columns, part: Part) -> list[Tokens]:
+    tokens = columns.tokens
+    # Refused inputs, which have None, are in no pass.
+    return [tokens[index] for index in part.indexes]  # type: ignore[misc]

@@ -1,0 +1,145 @@
+"""From nothing to an engine that may serve: load, compare golden vectors, warm up.
+
+Blocking; runs in the engine's thread. Invariant: what it returns has computed the model's own
+vectors, and a pass of `limits.batch_tokens_max` tokens, on this machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from model_server.core.limits import Limits
+from model_server.engines.base import Engine, EngineOutOfMemoryError, Text, Tokens
+from model_server.engines.golden import GOLDEN_TEXTS, check_golden
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from model_server.telemetry.logs import Logger
+
+_WARM_UP_TEXT = "warm "
+
+
+class StartError(Exception):
+    """The engine can't serve; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """Sizes asked for, and where golden vectors are kept; None: as the engine has it."""
+
+    batch_tokens_target: int
+    batch_tokens_max: int | None
+    inputs_max: int
+    request_bytes_max: int
+    cache_dir: Path | None
+    golden_cosine_min: float | None
+
+    def limits(self, input_tokens_max: int) -> Limits:
+        """The limits for a model. Without a setting a pass holds four targets, or one input.
+
+        Raises:
+            StartError: the settings contradict each other or the model.
+        """
+        default = max(4 * self.batch_tokens_target, input_tokens_max)
+        try:
+            return Limits(
+                batch_tokens_target=self.batch_tokens_target,
+                batch_tokens_max=self.batch_tokens_max or default,
+                input_tokens_max=input_tokens_max,
+                inputs_max=self.inputs_max,
+                request_bytes_max=self.request_bytes_max,
+            )
+        except ValueError as error:
+            raise StartError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """An engine that may serve."""
+
+    engine: Engine
+    canary: Tokens
+    limits: Limits
+    pass_samples: Sequence[tuple[int, int]]
+    """(tokens, nanoseconds) of the warm-up passes."""
+
+
+def start_engine(load: Callable[[], Engine], options: StartOptions, log: Logger) -> Started:
+    """Load, check, warm up.
+
+    Raises:
+        StartError: a limit contradicts the model, or not even a small pass fits the memory.
+        Exception: what loading or checking raised.
+    """
+    started = time.monotonic()
+    engine = load()
+    try:
+        limits = options.limits(engine.info.input_tokens_max)
+        log.info("engine loaded", seconds=round(time.monotonic() - started, 3))
+        report = check_golden(engine, options.cache_dir, options.golden_cosine_min)
+        if report is not None:
+            log.info(
+                "golden vectors agree",
+                cosine=round(min(report.cosines), 6),
+                cosine_min=report.cosine_min,
+                from_cache=report.from_cache,
+            )
+        canary = _tokens(engine, GOLDEN_TEXTS[0])
+        limits, samples = _warm_up(engine, canary, limits, log)
+    except BaseException:
+        engine.close()
+        raise
+    return Started(engine=engine, canary=canary, limits=limits, pass_samples=samples)
+
+
+def _tokens(engine: Engine, text: str) -> Tokens:
+    (answer,) = engine.tokenize([Text(text=text, truncate=True)])
+    if not isinstance(answer, Tokens):
+        raise StartError(f"the tokenizer refuses a text of our own: {answer.message}")
+    return answer
+
+
+def _warm_up(
+    engine: Engine, canary: Tokens, limits: Limits, log: Logger
+) -> tuple[Limits, list[tuple[int, int]]]:
+    """A pass at the maximum must succeed; where memory says no, the maximum is halved.
+
+    Passes of the target and of one small input follow, so that pass times are known at once.
+    """
+    longest = _tokens(engine, _WARM_UP_TEXT * limits.input_tokens_max)
+    while True:
+        try:
+            samples = [_timed(engine, _filled(longest, canary, limits.batch_tokens_max, limits))]
+            break
+        except EngineOutOfMemoryError as error:
+            lowered = limits.lowered(limits.batch_tokens_max // 2)
+            if lowered == limits:
+                raise StartError(f"one input of the maximum does not fit: {error}") from error
+            log.warning(
+                "maximum lowered",
+                batch_tokens_max=lowered.batch_tokens_max,
+                reason=str(error),
+            )
+            limits = lowered
+    samples.append(_timed(engine, _filled(longest, canary, limits.batch_tokens_target, limits)))
+    samples.append(_timed(engine, [canary]))
+    return limits, samples
+
+
+def _filled(longest: Tokens, canary: Tokens, tokens: int, limits: Limits) -> list[Tokens]:
+    """Inputs of so many tokens or a few less: the longest there are, then small ones."""
+    count = min(tokens // len(longest.ids), limits.inputs_max)
+    rest = tokens - count * len(longest.ids)
+    small = min(rest // len(canary.ids), limits.inputs_max - count)
+    return [longest] * count + [canary] * small or [canary]
+
+
+def _timed(engine: Engine, inputs: Sequence[Tokens]) -> tuple[int, int]:
+    started = time.monotonic_ns()
+    engine.embed(inputs)
+    return sum(len(one.ids) for one in inputs), time.monotonic_ns() - started

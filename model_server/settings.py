@@ -1,0 +1,295 @@
+"""The model server's settings: the one module that reads the environment.
+
+`MODEL_SERVER_*` variables, nested with `__`, over a TOML file, over the defaults below; options of
+the command line go over all. A name that no setting has is an error, wherever it stands, apart from
+what Kubernetes injects. Relations that need no model are checked here, the others when it is
+loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from model_server.core.limits import TEXT_BYTES_MAX
+from model_server.engines.simulated import Fault
+
+PREFIX = "MODEL_SERVER_"
+MEBIBYTE = 1024 * 1024
+MESSAGE_BYTES_MAX = 64 * MEBIBYTE
+DEFAULT_TARGETS = {"torch": 256, "simulated": 600}
+"""Until a profile of the machine says better; for torch, of a CPU."""
+
+# What Kubernetes injects into every pod of a namespace for a Service whose name begins with ours.
+# `..._PORT` alone could be somebody's misspelt setting, so its value must be one of Kubernetes'.
+_KUBERNETES = re.compile(
+    rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?"
+    r"|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*"
+    rf"|{PREFIX}(\w+_)?PORT=(tcp|udp|sctp)://.*"
+)
+
+
+class SettingsError(Exception):
+    """The settings are wrong: the message is one line for people."""
+
+
+def _host_port(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    return value
+
+
+HostPort = Annotated[str, AfterValidator(_host_port)]
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class SimulatedSettings(BaseModel):
+    """Of the simulated engine; `model_server.engines.simulated` says what they do."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fixed_ms: NotNegative = 5.0
+    slope_us_per_token: NotNegative = 10.0
+    knee_tokens: Annotated[int, Field(ge=0)] = 600
+    dimensions: Positive = 384
+    matryoshka_dimensions: tuple[Positive, ...] = ()
+    input_tokens_max: Annotated[int, Field(ge=4)] = 512
+    prompts: dict[str, str] = {}
+    tokenizer: Path | None = None
+    faults: dict[str, Fault] = {}
+    slow_ms: NotNegative = 1_000.0
+    out_of_memory_above_tokens: Positive | None = None
+    broken_after_passes: Annotated[int, Field(ge=0)] | None = None
+    wrong_reference: bool = False
+
+    @field_validator("matryoshka_dimensions", mode="before")
+    @classmethod
+    def _commas(cls, value: object) -> object:
+        if isinstance(value, str) and not value.lstrip().startswith("["):
+            return [item.strip() for item in value.split(",") if item.strip()]
+        return json.loads(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _relations(self) -> Self:
+        if any(size >= self.dimensions for size in self.matryoshka_dimensions):
+            raise ValueError("matryoshka_dimensions must be smaller than dimensions")
+        return self
+
+
+class ModelServerSettings(BaseSettings):
+    """All settings with their defaults. Times end in their unit; sizes are bytes."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        protected_namespaces=(),
+    )
+
+    # The model.
+    engine: Literal["torch", "simulated"] = "torch"
+    model: str | None = Field(default=None, min_length=1)
+    """A folder, or the id of a model on the hub; required but for the simulated engine."""
+    model_revision: str | None = Field(default=None, min_length=1)
+    """A commit, tag or branch on the hub."""
+    served_model_name: str | None = Field(default=None, min_length=1)
+    """What clients call it; absent: the last part of `model`."""
+    hub_token: SecretStr | None = None
+    """For models on the hub that are not public."""
+    pooling: str | None = None
+    """For models without `modules.json`."""
+    input_tokens_max: Positive | None = None
+    """Lowers the model's own maximum."""
+    cache_dir: Path | None = None
+    """Where golden vectors are kept; absent: a folder of the user's cache."""
+    golden_cosine_min: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Agreement demanded of the golden vectors; absent: by precision."""
+
+    # The engine.
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: Annotated[int, Field(ge=0)] = 0
+    """0: as many as this process may use."""
+    simulated: SimulatedSettings = SimulatedSettings()
+
+    # Passes and requests.
+    batch_tokens_target: Positive | None = None
+    """Absent: a default by engine, to be replaced by what this machine does best."""
+    batch_tokens_max: Positive | None = None
+    """Absent: four targets, or one input of the model's maximum if that is more."""
+    inputs_max: Positive = 1_024
+    request_bytes_max: Annotated[int, Field(ge=TEXT_BYTES_MAX, le=MESSAGE_BYTES_MAX // 2)] = (
+        16 * MEBIBYTE
+    )
+    pass_timeout_ms: Positive = 60_000
+    drain_deadline_ms: Positive = 20_000
+
+    # Listening and telemetry.
+    grpc_listen: HostPort = "127.0.0.1:50051"
+    metrics_listen: HostPort | Literal[""] = "127.0.0.1:9465"
+    """/metrics, /livez and /readyz; empty: none."""
+    log_format: Literal["json", "console"] = "json"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _relations(self) -> Self:
+        if self.model is None and self.engine != "simulated":
+            raise ValueError(f"model is required for engine {self.engine}: a folder or a hub id")
+        maximum = self.batch_tokens_max
+        if maximum is not None and maximum < self.target:
+            raise ValueError("batch_tokens_max must be at least batch_tokens_target")
+        one = self.input_tokens_max
+        if self.engine == "simulated":
+            one = min(one or self.simulated.input_tokens_max, self.simulated.input_tokens_max)
+        if maximum is not None and one is not None and maximum < one:
+            raise ValueError("batch_tokens_max must hold one input of input_tokens_max")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load_settings` passes in: it has merged the sources already."""
+        del settings_cls, env_settings, dotenv_settings, file_secret_settings
+        return (init_settings,)
+
+    @property
+    def target(self) -> int:
+        """Tokens aimed at for a pass."""
+        return self.batch_tokens_target or DEFAULT_TARGETS[self.engine]
+
+    @property
+    def target_source(self) -> str:
+        """Where the target came from, as in `GetModelInfo`."""
+        return "default" if self.batch_tokens_target is None else "setting"
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return Path(self.model).resolve().name if self.model is not None else "simulated"
+
+
+def load_settings(
+    config: Path | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ModelServerSettings:
+    """Merge a TOML file, the environment and the command line's options, the later over the former.
+
+    Args:
+        config: a TOML file with the settings' names.
+        options: what the command line gave; None values count as not given.
+        environment: the process's own when absent.
+
+    Raises:
+        SettingsError: a name is unknown, a value is wrong, a relation is broken, or the file can't
+            be read. The message is one line.
+    """
+    table: dict[str, Any] = {}
+    if config is not None:
+        try:
+            table = tomllib.loads(config.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"{config}: {error}") from error
+    _merge(table, _from_environment(os.environ if environment is None else environment))
+    _merge(table, {k: v for k, v in (options or {}).items() if v is not None})
+    try:
+        return ModelServerSettings(**table)
+    except ValidationError as error:
+        raise SettingsError(_one_line(error)) from error
+
+
+def _merge(table: dict[str, Any], over: Mapping[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(table.get(key), dict):
+            _merge(table[key], value)
+        else:
+            table[key] = value
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Our variables as a table; tables among them may be JSON.
+
+    Raises:
+        SettingsError: a variable has our prefix but is no setting.
+    """
+    table: dict[str, Any] = {}
+    for name, value in sorted(environment.items()):
+        upper = name.upper()
+        if not upper.startswith(PREFIX):
+            continue
+        field, nested, rest = upper.removeprefix(PREFIX).lower().partition("__")
+        if field not in ModelServerSettings.model_fields or (nested and field != "simulated"):
+            if _KUBERNETES.fullmatch(f"{upper}={value}"):
+                continue
+            raise SettingsError(f"unknown setting {name}{_hint(field)}")
+        if not nested:
+            _merge(table, {field: _json(name, value) if field == "simulated" else value})
+        elif rest not in SimulatedSettings.model_fields:
+            raise SettingsError(f"unknown setting {name}{_hint(rest, SimulatedSettings, field)}")
+        else:
+            table_like = rest in ("faults", "prompts")
+            _merge(table, {field: {rest: _json(name, value) if table_like else value}})
+    return table
+
+
+def _json(name: str, value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise SettingsError(f"{name}: not JSON ({error})") from error
+
+
+def _hint(
+    name: str, model: type[BaseModel] = ModelServerSettings, nested_in: str | None = None
+) -> str:
+    close = difflib.get_close_matches(name, model.model_fields, n=1)
+    prefix = f"{PREFIX}{nested_in.upper()}__" if nested_in is not None else PREFIX
+    return f", did you mean {prefix}{close[0].upper()}?" if close else ""
+
+
+def _one_line(error: ValidationError) -> str:
+    """Each fault as `name: what`, on one line."""
+    faults = []
+    for fault in error.errors(include_url=False):
+        name = ".".join(str(part) for part in fault["loc"])
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            message = f"unknown setting{_hint(name)}"
+        faults.append(f"{name}: {message}" if name else message)
+    return "; ".join(faults)
+
+
+def printable(settings: ModelServerSettings) -> str:
+    """The settings as JSON for `--print-config`, secrets hidden."""
+    return json.dumps(settings.model_dump(mode="json"), indent=2, ensure_ascii=False)
