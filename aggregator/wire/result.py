@@ -52,7 +52,9 @@ DTYPES: dict[int, np.dtype[Any]] = {
 """How a vector's bytes are read, by encoding."""
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
-_OK = b"OK"
+_PROTOBUF_HEADER = (CONTENT_TYPE, PROTOBUF)
+_JSON_HEADER = (CONTENT_TYPE, JSON)
+_OK_HEADER = (STATUS, b"OK")
 
 
 class ResultEncoder:
@@ -94,7 +96,7 @@ class ResultEncoder:
             document["queue_ms"] = queue_ms
             document["inference_ms"] = inference_ms
             value = orjson.dumps(document, option=_NUMPY)
-        return self._record(query, value, _OK, Form.FULL)
+        return self._record(query, value, _OK_HEADER)
 
     def encode_error(self, query: Query, form: Form = Form.FULL) -> Record:
         """Encode the result that holds `query.failure`; raises ValueError if there is none."""
@@ -102,16 +104,15 @@ class ResultEncoder:
         if failure is None:
             raise ValueError("an error result needs a failure")
         value = _error_message(query, failure) if query.protobuf else _error_json(query, failure)
-        return self._record(query, value, failure.code.encode(), form)
+        return self._record(query, value, (STATUS, failure.code.encode()), bare=form is Form.BARE)
 
-    def _record(self, query: Query, value: bytes, status: bytes, form: Form) -> Record:
+    def _record(
+        self, query: Query, value: bytes, status: tuple[str, bytes], *, bare: bool = False
+    ) -> Record:
         identifier = query.id.encode()
-        headers: Headers = [
-            (CONTENT_TYPE, PROTOBUF if query.protobuf else JSON),
-            (STATUS, status),
-            (ID, identifier),
-        ]
-        if form is not Form.FULL:
+        content_type = _PROTOBUF_HEADER if query.protobuf else _JSON_HEADER
+        headers: Headers = [content_type, status, (ID, identifier)]
+        if bare:
             return identifier, value, headers
         if query.headers:
             headers += self._rules.passed_on(query.headers)
@@ -124,8 +125,12 @@ class ResultEncoder:
 
         Encoded Protobuf messages may be concatenated: the parts' fields are then one message's.
         """
-        shared_of = self._shared_of
-        if shared_of[0] is not group or shared_of[1:] != (model_revision, inference_ms):
+        of_group, of_revision, of_inference_ms = self._shared_of
+        if (
+            of_group is not group
+            or of_inference_ms != inference_ms
+            or of_revision != model_revision
+        ):
             self._shared = query_pb2.Result(
                 model=model,
                 model_revision=model_revision,
@@ -173,7 +178,9 @@ def _own_fields(query: Query, group: VectorGroup, row: int, queue_ms: float) -> 
     message.embedding = group.embeddings[row * stride : (row + 1) * stride]
     if group.encoding == INT8:
         message.scale = group.scales[row]
-    _set_source(message, query)
+    source = message.source
+    source.topic, source.partition = query.tp
+    source.offset = query.offset
     message.queue_ms = queue_ms
     return message.SerializeToString()
 
