@@ -19,7 +19,7 @@ import grpc
 import orjson
 from confluent_kafka import Consumer, Producer
 
-from aggregator.adapters.estimator import Estimator
+from aggregator.adapters.estimator import TiktokenEstimator
 from protos.embedding.v1 import embedding_service_pb2 as pb
 from protos.embedding.v1 import embedding_service_pb2_grpc as rpc
 from protos.embedding.v1 import query_pb2
@@ -60,7 +60,7 @@ class Floor:
                 "queue.buffering.max.kbytes": 262_144,
             }
         )
-        self.estimator = Estimator()
+        self.estimator = TiktokenEstimator()
         self.loop = asyncio.new_event_loop()
         self.claims: asyncio.Queue[list[tuple[Any, Any]]] = asyncio.Queue()
         self.sent: dict[int, list[tuple[Any, Any]]] = {}
