@@ -1,0 +1,509 @@
+"""The queries topic as a group member reads it: batches out, commands in, one thread.
+
+Owns the `Consumer`: every call on it is made by its one thread, since a second thread's calls block
+for as long as the first keeps polling. Invariants:
+
+- A batch is handed over with the positions read right after its poll; the next poll waits for
+  `taken()`, and commands sent before it are carried out before it. So a pause that the batch caused
+  is in force before anything more is read: no window grows by more than one poll.
+- Assignments are numbered (epochs). A commit of another epoch than a partition's current one is
+  dropped here, since the broker would accept it. Each commit id is answered exactly once.
+- A revoke returns only after `Release`, or its deadline; a loss is announced and returns at once.
+
+Must not know what records hold, nor decide anything: branching and policy live in the core.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from confluent_kafka import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+)
+from confluent_kafka import (
+    TopicPartition as KafkaPartition,
+)
+
+from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, consumer_config
+from aggregator.core.effects import Commit, CommitOffset, Pause, Release, Resume, StopPolling
+from aggregator.core.events import (
+    CommitDone,
+    CommitFailed,
+    PartitionsAssigned,
+    PartitionsLost,
+    PartitionsRevoking,
+    Position,
+)
+from aggregator.core.query import TopicPartition
+
+POLL_S = 0.02
+"""How long a command may have to wait for an idle poll."""
+_COMMITTED_TIMEOUT_S = 5.0
+
+_HOPELESS = frozenset(
+    {
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError._UNKNOWN_TOPIC,
+        KafkaError.TOPIC_EXCEPTION,
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError.INCONSISTENT_GROUP_PROTOCOL,
+        KafkaError.UNSUPPORTED_VERSION,
+    }
+)
+"""Errors of polled messages that waiting does not mend, though the client calls none fatal."""
+
+RawRecord: TypeAlias = "Message[Any, Any]"  # quoted: no generic at run time
+"""A record as the client gives it."""
+GroupEvent = PartitionsAssigned | PartitionsRevoking | PartitionsLost | CommitDone | CommitFailed
+SourceCommand = Commit | Pause | Resume | Release | StopPolling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawBatch:
+    """One poll's records as the client gave them, and the positions right after it.
+
+    `messages` are in offset order per partition and have no error. `epochs` holds every assigned
+    partition. `positions` holds each partition whose position moved, those without records too
+    (transaction markers); a batch may have positions alone.
+    """
+
+    messages: Sequence[RawRecord]
+    epochs: Mapping[TopicPartition, int]
+    positions: Sequence[Position]
+
+
+class SourceListener(Protocol):
+    """Who is told; every method is called on the consumer's thread and must return at once."""
+
+    def on_batch(self, batch: RawBatch) -> None:
+        """Records came: call `KafkaSource.taken` when they are admitted."""
+
+    def on_event(self, event: GroupEvent) -> None:
+        """Something happened to the group or a commit."""
+
+    def on_retention_loss(self, tp: TopicPartition, count: int) -> None:
+        """Offsets were deleted before this group read them: at most `count` records are gone."""
+
+    def on_fault(self, message: str, *, fatal: bool) -> None:
+        """The client complains; `fatal`: nothing more will come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """What to read and how long a rebalance may be held up.
+
+    The rebalance callback gives up `revoke_slack_ms` after the core's own deadline.
+    """
+
+    kafka: KafkaOptions
+    topic: str
+    poll_records_max: int = 1_000
+    revoke_deadline_ms: int = 5_000
+    revoke_slack_ms: int = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The last batch is admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    """Leave the group and end the thread."""
+
+
+class KafkaSource:
+    """The consumer and its thread."""
+
+    def __init__(
+        self,
+        options: SourceOptions,
+        listener: SourceListener,
+        *,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        """Check the configuration; connect to nothing yet. Raises `KafkaConfigError`."""
+        self._options = options
+        self._listener = listener
+        self._commands: queue.SimpleQueue[SourceCommand | _Taken | _Close] = queue.SimpleQueue()
+        config = consumer_config(options.kafka)
+        config |= {"error_cb": self._on_error, "on_commit": self._on_commit}
+        if logger is not None:
+            config["logger"] = logger
+        try:
+            self._consumer = Consumer(config)
+        except (KafkaException, TypeError, ValueError) as error:
+            raise KafkaConfigError(f"the Kafka consumer's configuration: {error}") from error
+        self._thread = threading.Thread(target=self._run, name="kafka-consumer", daemon=True)
+
+        # Everything below belongs to the thread.
+        self._epoch = 0
+        self._epochs: dict[TopicPartition, int] = {}
+        self._partitions: list[KafkaPartition] = []
+        self._positions: dict[TopicPartition, int] = {}
+        self._revoke_id = 0
+        self._released = False
+        self._batch_out = False
+        self._stopped = False
+        self._pause_due = False
+        self._closing = False
+        self._commit_ids: list[int] = []  # of the asynchronous commit in flight
+        self._commits_waiting: list[Commit] = []
+        self._commits_overtaken = 0
+
+    # From any thread -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, which joins the group."""
+        self._thread.start()
+
+    # Commands are carried out in their order, between two polls or inside a rebalance callback.
+
+    def commit(self, commit: Commit) -> None:
+        """Commit; answered by `CommitDone` or `CommitFailed`."""
+        self._commands.put(commit)
+
+    def pause(self, partitions: Sequence[TopicPartition]) -> None:
+        """Stop fetching those of them that are still ours. A rebalance forgets it."""
+        self._commands.put(Pause(partitions=partitions))
+
+    def resume(self, partitions: Sequence[TopicPartition]) -> None:
+        """Fetch them again, from where they stopped."""
+        self._commands.put(Resume(partitions=partitions))
+
+    def release(self, revoke_id: int) -> None:
+        """Let the rebalance callback of this revoke return."""
+        self._commands.put(Release(revoke_id=revoke_id, abandoned=0))
+
+    def stop_polling(self) -> None:
+        """Hand over no more records, nor positions; go on serving the group and commands."""
+        self._commands.put(StopPolling())
+
+    def taken(self) -> None:
+        """Say that the last batch is admitted and the commands that it caused are sent."""
+        self._commands.put(_Taken())
+
+    def close(self, timeout_s: float) -> bool:
+        """Leave the group and end the thread; returns whether it ended in time. Idempotent.
+
+        Nothing is committed, and revokes are no longer negotiated.
+        """
+        self._commands.put(_Close())
+        if self._thread.ident is None:
+            self._consumer.close()
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # The thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._consumer.subscribe(
+                [self._options.topic],
+                on_assign=self._on_assign,
+                on_revoke=self._on_revoke,
+                on_lost=self._on_lost,
+            )
+            while not self._closing:
+                self._serve_commands()
+                if not self._closing:
+                    self._send_waiting_commits()
+                    self._poll()
+        except Exception as error:  # noqa: BLE001 - the thread's end must be told, whatever it is
+            self._listener.on_fault(f"the consumer's thread failed: {error!r}", fatal=True)
+        finally:
+            self._closing = True
+            self._consumer.close()
+            waiting = [commit.commit_id for commit in self._commits_waiting]
+            self._answer(self._take_commit_ids() + waiting, "the consumer was closed")
+
+    def _serve_commands(self) -> None:
+        """Carry out what is waiting; while a batch is out, wait for more until it is taken."""
+        while not self._closing:
+            try:
+                command = self._commands.get(block=self._batch_out)
+            except queue.Empty:
+                return
+            self._execute(command)
+
+    def _execute(self, command: SourceCommand | _Taken | _Close) -> None:
+        match command:
+            case _Taken():
+                self._batch_out = False
+            case Commit():
+                self._commit(command)
+            case Pause():
+                self._consumer.pause(self._owned(command.partitions))
+            case Resume():
+                if not self._stopped:
+                    self._consumer.resume(self._owned(command.partitions))
+            case Release():
+                # A late one, of a revoke that gave up at its deadline, releases nothing.
+                self._released |= command.revoke_id == self._revoke_id
+            case StopPolling():
+                self._stopped = True
+                self._pause_due = True
+                self._pause_if_due()
+            case _Close():
+                self._closing = True
+
+    def _owned(self, partitions: Iterable[TopicPartition]) -> list[KafkaPartition]:
+        return [KafkaPartition(*tp) for tp in partitions if tp in self._epochs]
+
+    def _poll(self) -> None:
+        """Poll once and hand over what came."""
+        first = self._consumer.poll(POLL_S)
+        messages = []
+        if first is not None:
+            epochs = self._epochs
+            more = self._options.poll_records_max - 1
+            messages = self._consumer.consume(more, 0) if more else []
+            tp = _partition_of(first)
+            # A rebalance may have come between the two.
+            if self._epochs.get(tp) == epochs.get(tp):
+                messages.insert(0, first)
+            messages = [message for message in messages if self._accepted(message)]
+        if self._stopped:
+            # What still comes is not admitted: no position covers it, and the next owner reads it.
+            self._pause_if_due()
+            return
+        positions = self._moved_positions(messages)
+        if messages or positions:
+            self._batch_out = True
+            self._listener.on_batch(
+                RawBatch(messages=messages, epochs=self._epochs, positions=positions)
+            )
+
+    def _pause_if_due(self) -> None:
+        """Once polling is stopped: a new assignment begins unpaused."""
+        if self._pause_due:
+            self._pause_due = False
+            self._consumer.pause(self._partitions)
+
+    def _accepted(self, message: RawRecord) -> bool:
+        """Report a message that is an error; leave out what is no longer ours."""
+        error = message.error()
+        if error is None:
+            return _partition_of(message) in self._epochs
+        fatal = error.fatal() or error.code() in _HOPELESS
+        self._listener.on_fault(error.str(), fatal=fatal)
+        return False
+
+    def _moved_positions(self, messages: Sequence[RawRecord]) -> list[Position]:
+        moved = []
+        for partition in self._consumer.position(self._partitions) if self._partitions else ():
+            tp = (partition.topic, partition.partition)
+            expected = self._positions.get(tp, -1)
+            # Logical offsets are negative: nothing has been read yet.
+            if partition.offset < 0 or partition.offset == expected:
+                continue
+            if expected >= 0:
+                self._check_retention(tp, expected, messages)
+            self._positions[tp] = partition.offset
+            moved.append(Position(tp=tp, epoch=self._epochs[tp], offset_next=partition.offset))
+        return moved
+
+    def _check_retention(
+        self, tp: TopicPartition, expected: int, messages: Sequence[RawRecord]
+    ) -> None:
+        """Report offsets that were deleted between the last position and this poll's records."""
+        watermarks = self._consumer.get_watermark_offsets(KafkaPartition(*tp), cached=True)
+        low = watermarks[0] if watermarks else -1
+        if low <= expected:
+            return
+        # What was read just before it was deleted is not lost.
+        first = min((_offset_of(m) for m in messages if _partition_of(m) == tp), default=low)
+        if first > expected:
+            self._listener.on_retention_loss(tp, min(low, first) - expected)
+
+    # Rebalances: called by the client inside poll and consume ------------------------------------
+
+    def _on_assign(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        if not partitions:  # a rebalance that changed nothing for us
+            return
+        tps = _tuples(partitions)
+        self._epoch += 1
+        self._set_epochs({**self._epochs, **dict.fromkeys(tps, self._epoch)})
+        self._positions.update(self._committed(partitions))
+        self._pause_due = True
+        self._listener.on_event(PartitionsAssigned(epoch=self._epoch, partitions=tps))
+
+    def _committed(self, partitions: list[KafkaPartition]) -> dict[TopicPartition, int]:
+        """Return where this group stopped, to notice what was deleted since."""
+        try:
+            committed = self._consumer.committed(partitions, timeout=_COMMITTED_TIMEOUT_S)
+        except KafkaException as error:
+            message = f"committed offsets are unknown, deleted records may go unnoticed: {error}"
+            self._listener.on_fault(message, fatal=False)
+            return {}
+        return {(p.topic, p.partition): p.offset for p in committed if p.offset >= 0}
+
+    def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        tps = [tp for tp in _tuples(partitions) if tp in self._epochs]
+        if tps and not self._closing:
+            self._revoke_id += 1
+            self._released = False
+            self._listener.on_event(PartitionsRevoking(revoke_id=self._revoke_id, partitions=tps))
+            self._wait_for_release()
+        self._forget(tps)
+
+    def _wait_for_release(self) -> None:
+        """Serve commands until `Release`, or a little after the deadline of the core."""
+        options = self._options
+        wait_s = (options.revoke_deadline_ms + options.revoke_slack_ms) / 1_000
+        deadline = time.monotonic() + wait_s
+        while not (self._released or self._closing):
+            try:
+                command = self._commands.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                message = f"revoke {self._revoke_id} was not released within {wait_s} s"
+                self._listener.on_fault(message, fatal=False)
+                return
+            self._execute(command)
+
+    def _on_lost(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        tps = [tp for tp in _tuples(partitions) if tp in self._epochs]
+        self._forget(tps)
+        if tps and not self._closing:
+            self._listener.on_event(PartitionsLost(partitions=tps))
+
+    def _forget(self, tps: Sequence[TopicPartition]) -> None:
+        gone = frozenset(tps)
+        self._set_epochs({tp: epoch for tp, epoch in self._epochs.items() if tp not in gone})
+
+    def _set_epochs(self, epochs: dict[TopicPartition, int]) -> None:
+        """Replace the assignment; batches already handed over keep the mapping they came with."""
+        self._positions = {
+            tp: position
+            for tp, position in self._positions.items()
+            if epochs.get(tp) == self._epochs.get(tp)
+        }
+        self._epochs = epochs
+        self._partitions = [KafkaPartition(*tp) for tp in epochs]
+
+    # Commits -------------------------------------------------------------------------------------
+
+    def _commit(self, commit: Commit) -> None:
+        self._commits_waiting.append(commit)
+        if commit.synchronous:
+            self._commit_now()
+        else:
+            self._send_waiting_commits()
+
+    def _send_waiting_commits(self) -> None:
+        """Send what is waiting as one asynchronous commit, unless one is in flight."""
+        if self._commit_ids or not self._commits_waiting:
+            return
+        ids, stored = self._store_waiting()
+        if not stored:
+            self._answer(ids, "no partition of it is assigned to us any more")
+            return
+        self._commit_ids = ids
+        try:
+            self._consumer.commit(asynchronous=True)
+        except KafkaException as error:
+            self._answer(self._take_commit_ids(), _failure(error.args[0]))
+
+    def _commit_now(self) -> None:
+        """Commit all that is waiting synchronously, overtaking the commit in flight.
+
+        Its report is served by `poll`, never inside a callback. What it would have committed is
+        stored, so that this commit holds it too: both have one outcome, and its report is ignored.
+        """
+        overtaken = self._take_commit_ids()
+        self._commits_overtaken += bool(overtaken)
+        ids, stored = self._store_waiting()
+        if not stored:
+            failure: str | None = "no partition of it is assigned to us any more"
+        else:
+            try:
+                committed = self._consumer.commit(asynchronous=False)
+                failure = _failure(None, committed)
+            except KafkaException as error:
+                failure = _failure(error.args[0])
+        self._answer(overtaken + ids, failure)
+
+    def _store_waiting(self) -> tuple[list[int], bool]:
+        """Store the current offsets of all waiting commits; return their ids, and if any was."""
+        waiting, self._commits_waiting = self._commits_waiting, []
+        newest: dict[TopicPartition, CommitOffset] = {}
+        for commit in waiting:
+            for entry in commit.offsets:
+                if self._epochs.get(entry.tp) == entry.epoch:
+                    newest[entry.tp] = entry
+        stored = False
+        for tp, entry in newest.items():
+            try:
+                self._consumer.store_offsets(offsets=[KafkaPartition(*tp, entry.offset_next)])
+                stored = True
+            except KafkaException as error:
+                # Taken from us a moment ago; the callback that says so is still to come.
+                if error.args[0].code() != KafkaError._STATE:
+                    raise
+        return [commit.commit_id for commit in waiting], stored
+
+    def _on_commit(self, error: KafkaError | None, partitions: list[KafkaPartition]) -> None:
+        """Called by the client inside poll: an asynchronous commit has ended."""
+        if self._commits_overtaken:
+            self._commits_overtaken -= 1
+            return
+        self._answer(self._take_commit_ids(), _failure(error, partitions))
+
+    def _take_commit_ids(self) -> list[int]:
+        ids, self._commit_ids = self._commit_ids, []
+        return ids
+
+    def _answer(self, commit_ids: Iterable[int], failure: str | None) -> None:
+        for commit_id in commit_ids:
+            self._listener.on_event(
+                CommitDone(commit_id=commit_id)
+                if failure is None
+                else CommitFailed(commit_id=commit_id, message=failure)
+            )
+
+    def _on_error(self, error: KafkaError) -> None:
+        """Called by the client inside poll: its connections, or the client itself, have trouble."""
+        self._listener.on_fault(error.str(), fatal=error.fatal())
+
+
+def _failure(
+    error: KafkaError | None, partitions: Iterable[KafkaPartition] | None = None
+) -> str | None:
+    """Return why a commit failed, None if it did not.
+
+    "No offset" says that all stored offsets are committed already.
+    """
+    if error is not None:
+        return None if error.code() == KafkaError._NO_OFFSET else error.str()
+    for partition in partitions or ():
+        if partition.error is not None:
+            return f"{partition.topic}-{partition.partition}: {partition.error.str()}"
+    return None
+
+
+def _tuples(partitions: Iterable[KafkaPartition]) -> list[TopicPartition]:
+    return [(partition.topic, partition.partition) for partition in partitions]
+
+
+def _partition_of(message: RawRecord) -> TopicPartition:
+    topic, partition = message.topic(), message.partition()
+    # Messages that are errors of the client as a whole have neither.
+    return (topic or "", -1 if partition is None else partition)
+
+
+def _offset_of(message: RawRecord) -> int:
+    offset = message.offset()
+    if offset is None:
+        raise ValueError("a record without an offset")
+    return offset

@@ -1,0 +1,346 @@
+"""What the core may rely on when it reads: one suite for the fake, the mock cluster, real Kafka."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from aggregator.adapters.kafka_source import RawBatch
+from aggregator.core.effects import Commit, CommitOffset
+from aggregator.core.events import (
+    CommitDone,
+    CommitFailed,
+    PartitionsAssigned,
+    PartitionsLost,
+    PartitionsRevoking,
+)
+from tests.contract.kafka_world import (
+    EVERYWHERE,
+    Record,
+    Source,
+    Told,
+    World,
+    commit_of,
+    make_world,
+    offset_of,
+)
+
+
+@pytest.fixture(params=EVERYWHERE)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Each world in turn."""
+    yield from make_world(request)
+
+
+def records(count: int, prefix: str = "") -> list[Record]:
+    return [(None, f"{prefix}{i}".encode(), None) for i in range(count)]
+
+
+def test_records_come_in_order_with_positions(world: World) -> None:
+    topic = world.topic(partitions=3)
+    for partition in range(3):
+        world.write(topic, records(200), partition=partition)
+    _, told = world.source(topic, poll_records_max=70)
+    told.wait(lambda: len(told.records) == 600)
+    for partition in range(3):
+        assert told.offsets((topic, partition)) == list(range(200))
+    assert told.positions == {(topic, p): 200 for p in range(3)}
+    for batch in told.batches:
+        assert len(batch.messages) <= 70
+        ends = {(m.topic(), m.partition()): offset_of(m) + 1 for m in batch.messages}
+        assert {p.tp: p.offset_next for p in batch.positions} == ends
+    assert not told.faults
+
+
+def test_next_poll_waits_until_the_batch_is_taken(world: World) -> None:
+    topic = world.topic()
+    world.write(topic, records(3))
+    source, told = world.source(topic, poll_records_max=1)
+    told.take_at_once = False
+    told.wait(lambda: told.batches)
+    # Commands are served meanwhile.
+    source.commit(commit_of(told, 1, {(topic, 0): 1}, synchronous=True))
+    told.wait(lambda: told.answer(1))
+    assert told.offsets((topic, 0)) == [0]
+    source.taken()
+    told.wait(lambda: len(told.batches) == 2)
+    assert told.offsets((topic, 0)) == [0, 1]
+
+
+def test_pause_is_in_force_before_the_next_poll(world: World) -> None:
+    topic = world.topic(partitions=2)
+    world.write(topic, records(50), partition=0)
+    source, told = world.source(topic, poll_records_max=10)
+
+    def pause(_batch: RawBatch) -> None:
+        told.on_batch_do = None
+        source.pause([(topic, 0)])
+
+    told.on_batch_do = pause
+    told.wait(lambda: told.records)
+    world.write(topic, records(5), partition=1)
+    told.wait(lambda: len(told.offsets((topic, 1))) == 5)
+    got = len(told.offsets((topic, 0)))
+    assert got <= 10
+    source.resume([(topic, 0)])
+    told.wait(lambda: len(told.offsets((topic, 0))) == 50)
+    assert told.offsets((topic, 0)) == list(range(50))
+
+
+def test_restart_resumes_at_the_committed_offset(world: World) -> None:
+    topic = world.topic()
+    tp = (topic, 0)
+    world.write(topic, records(10))
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 10)
+    source.commit(commit_of(told, 7, {tp: 6}))
+    told.wait(lambda: told.answer(7))
+    assert told.answer(7) == CommitDone(commit_id=7)
+    assert world.committed(tp) == 6
+    assert source.close(60)
+    _, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 4)
+    assert told.offsets(tp) == [6, 7, 8, 9]
+
+
+def test_commit_of_another_epoch_is_dropped(world: World) -> None:
+    topic = world.topic()
+    tp = (topic, 0)
+    world.write(topic, records(3))
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 3)
+    epoch = told.epochs[tp]
+    for synchronous in (False, True):
+        commit_id = 1 + synchronous
+        source.commit(
+            Commit(
+                commit_id=commit_id,
+                offsets=[CommitOffset(tp=tp, epoch=epoch - 1, offset_next=3)],
+                synchronous=synchronous,
+            )
+        )
+        told.wait(partial(told.answer, commit_id))
+        assert isinstance(told.answer(commit_id), CommitFailed)
+    # The next one carries out nothing of them either.
+    source.commit(commit_of(told, 3, {tp: 1}, synchronous=True))
+    told.wait(lambda: told.answer(3))
+    assert world.committed(tp) == 1
+
+
+def test_every_commit_is_answered_once_and_the_newest_wins(world: World) -> None:
+    topic = world.topic(partitions=2)
+    for partition in range(2):
+        world.write(topic, records(100), partition=partition)
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 200)
+    # Many at once, over each other, the last one synchronous and of one partition only.
+    for i in range(1, 50):
+        source.commit(commit_of(told, i, {(topic, 0): i, (topic, 1): 2 * i}))
+    source.commit(commit_of(told, 50, {(topic, 0): 50}, synchronous=True))
+    source.commit(commit_of(told, 51, {(topic, 0): 51}))
+    told.wait(lambda: all(told.answer(i) for i in range(1, 52)))
+    assert told.of(CommitFailed) == []
+    assert (world.committed((topic, 0)), world.committed((topic, 1))) == (51, 98)
+
+
+def test_a_commit_of_what_is_committed_is_done(world: World) -> None:
+    topic = world.topic()
+    world.write(topic, records(3))
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 3)
+    for i, synchronous in enumerate([False, False, True, True, False]):
+        source.commit(commit_of(told, i, {(topic, 0): 2}, synchronous=synchronous))
+        told.wait(partial(told.answer, i))
+        assert told.answer(i) == CommitDone(commit_id=i)
+
+
+def test_headers_keys_and_nulls_come_as_written(world: World) -> None:
+    topic = world.topic()
+    written: list[Record] = [
+        (None, b"no key", None),
+        (b"", b"empty key", [("a", b"1"), ("b", None), ("a", b"2"), ("", b"")]),
+        (b"k", None, [("content-type", b"application/json")]),
+        (b"k", b"", None),
+    ]
+    world.write(topic, written)
+    _, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 4)
+    assert [(m.key(), m.value(), m.headers()) for m in told.records] == written
+
+
+def join_second(world: World, topic: str, told: Told, **options: Any) -> tuple[Source, Told]:
+    """Let a second member join and the first hear of it."""
+    second, told_second = world.source(topic, **options)
+    told.wait(lambda: told.of(PartitionsRevoking))
+    return second, told_second
+
+
+def test_revoke_is_a_rendezvous(world: World) -> None:
+    topic = world.topic(partitions=2)
+    for partition in range(2):
+        world.write(topic, records(10), partition=partition)
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 20)
+    _, told_second = join_second(world, topic, told)
+    (revoking,) = told.of(PartitionsRevoking)
+    (tp,) = revoking.partitions
+    # Whatever is written now, we get nothing while the callback waits, nor does the other.
+    for partition in range(2):
+        world.write(topic, records(5), partition=partition)
+    assert len(told.records) == 20
+    assert tp not in told_second.epochs
+    source.commit(commit_of(told, 1, {tp: 7}, synchronous=True))
+    told.wait(lambda: told.answer(1))
+    assert told.answer(1) == CommitDone(commit_id=1)
+    assert len(told.records) == 20
+    source.release(revoking.revoke_id)
+    told_second.wait(lambda: len(told_second.offsets(tp)) == 8)
+    assert told_second.offsets(tp) == list(range(7, 15))
+    # What we kept goes on where it stood.
+    kept = next(other for other in told.epochs if other != tp)
+    told.wait(lambda: len(told.offsets(kept)) == 15)
+    assert told.offsets(kept) == list(range(15))
+    assert len(told.offsets(tp)) == 10
+    # A commit that comes too late is dropped, here and not by the broker.
+    source.commit(commit_of(told, 2, {tp: 9}))
+    told.wait(lambda: told.answer(2))
+    assert isinstance(told.answer(2), CommitFailed)
+    assert world.committed(tp) == 7
+
+
+def test_revoke_overtakes_a_commit_in_flight(world: World) -> None:
+    topic = world.topic(partitions=2)
+    for partition in range(2):
+        world.write(topic, records(10), partition=partition)
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 20)
+    join_second(world, topic, told)
+    (revoking,) = told.of(PartitionsRevoking)
+    (tp,) = revoking.partitions
+    source.commit(commit_of(told, 1, {tp: 3}))
+    source.commit(commit_of(told, 2, {tp: 4}))
+    source.commit(commit_of(told, 3, {tp: 5}, synchronous=True))
+    told.wait(lambda: told.answer(3))
+    assert [told.answer(i) for i in (1, 2, 3)] == [CommitDone(commit_id=i) for i in (1, 2, 3)]
+    source.release(revoking.revoke_id)
+    kept = next(other for other in told.epochs if other != tp)
+    source.commit(commit_of(told, 4, {kept: 6}))
+    told.wait(lambda: told.answer(4))
+    assert (world.committed(tp), world.committed(kept)) == (5, 6)
+
+
+def test_revoke_gives_up_at_its_deadline(world: World) -> None:
+    topic = world.topic(partitions=2)
+    options: dict[str, Any] = {"revoke_deadline_ms": 300, "revoke_slack_ms": 100}
+    source, told = world.source(topic, **options)
+    told.wait(lambda: len(told.epochs) == 2)
+    _, told_second = join_second(world, topic, told, **options)
+    (revoking,) = told.of(PartitionsRevoking)
+    told_second.wait(lambda: told_second.epochs)
+    assert list(told_second.epochs) == list(revoking.partitions)
+    assert any("not released" in message for message, _ in told.faults)
+    source.release(revoking.revoke_id)  # too late, and harmless
+    source.commit(commit_of(told, 1, {revoking.partitions[0]: 1}))
+    told.wait(lambda: told.answer(1))
+    assert isinstance(told.answer(1), CommitFailed)
+
+
+def test_partition_comes_back_under_another_number(world: World) -> None:
+    topic = world.topic(partitions=2)
+    for partition in range(2):
+        world.write(topic, records(4), partition=partition)
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 8)
+    second, told_second = join_second(world, topic, told)
+    (revoking,) = told.of(PartitionsRevoking)
+    (tp,) = revoking.partitions
+    first_epoch = told.epochs[tp]
+    source.release(revoking.revoke_id)
+    told_second.wait(lambda: tp in told_second.epochs)
+    told_second.take_at_once = True
+    told.wait(lambda: len(told.events) >= 2)
+    release_all(second, told_second)
+    assert second.close(60)
+    told.wait(lambda: told.epochs[tp] != first_epoch)
+    assert told.epochs[tp] > first_epoch
+    # Nothing was committed: it is read from the beginning again.
+    told.wait(lambda: len(told.offsets(tp)) == 8)
+    assert told.offsets(tp) == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def release_all(source: Source, told: Told) -> None:
+    for event in told.of(PartitionsRevoking):
+        source.release(event.revoke_id)
+
+
+def test_paused_partition_stays_paused_through_a_rebalance_when_paused_again(world: World) -> None:
+    topic = world.topic(partitions=2)
+    for partition in range(2):
+        world.write(topic, records(4), partition=partition)
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 8)
+    source.pause([(topic, 0), (topic, 1)])
+    _, told_second = join_second(world, topic, told)
+    (revoking,) = told.of(PartitionsRevoking)
+    (tp,) = revoking.partitions
+    kept = next(other for other in told.epochs if other != tp)
+    source.release(revoking.revoke_id)
+    source.pause([(topic, 0), (topic, 1)])  # as the core does; the lost one is ignored
+    told_second.wait(lambda: len(told_second.offsets(tp)) == 4)
+    world.write(topic, records(4), partition=kept[1])
+    world.write(topic, records(4), partition=tp[1])
+    told_second.wait(lambda: len(told_second.offsets(tp)) == 8)
+    assert told.offsets(kept) == [0, 1, 2, 3]
+    source.resume([kept])
+    told.wait(lambda: len(told.offsets(kept)) == 8)
+    assert told.offsets(kept) == list(range(8))
+
+
+def test_stopped_source_reads_nothing_but_commits_and_leaves(world: World) -> None:
+    topic = world.topic()
+    tp = (topic, 0)
+    world.write(topic, records(4))
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 4)
+    source.stop_polling()
+    for i in range(1, 4):
+        if i == 2:  # the answer to the first said that the stop is in force
+            world.write(topic, records(4))
+        source.commit(commit_of(told, i, {tp: i}))
+        told.wait(partial(told.answer, i))
+    source.resume([tp])  # stopped is stopped
+    source.commit(commit_of(told, 4, {tp: 4}, synchronous=True))
+    told.wait(lambda: told.answer(4))
+    assert len(told.records) == 4
+    assert told.positions == {tp: 4}
+    assert source.close(60)
+    # It has left: the next one need not wait for a session to time out.
+    _, told_second = world.source(topic)
+    told_second.wait(lambda: len(told_second.records) == 4, timeout_s=5)
+    assert told_second.offsets(tp) == [4, 5, 6, 7]
+
+
+def test_lost_partitions_are_announced_and_come_back(world: World) -> None:
+    """Somebody who can't poll for `max.poll.interval.ms` has lost his partitions, and goes on."""
+    topic = world.topic()
+    tp = (topic, 0)
+    world.write(topic, records(4))
+    source, told = world.source(topic, max_poll_interval_ms=1_500, session_timeout_ms=1_500)
+    told.take_at_once = False
+    told.wait(lambda: told.records)
+    epoch = told.epochs[tp]
+    second, told_second = world.source(topic)
+    told_second.wait(lambda: tp in told_second.epochs)  # the broker gave it to another
+    source.commit(commit_of(told, 1, {tp: 4}))
+    told.take_at_once = True
+    source.taken()
+    told.wait(lambda: told.of(PartitionsLost))
+    assert told.of(PartitionsLost) == [PartitionsLost(partitions=[tp])]
+    assert told.of(PartitionsRevoking) == []
+    told.wait(lambda: told.answer(1))
+    assert second.close(60)
+    told.wait(lambda: told.epochs[tp] > epoch)
+    assert len(told.of(PartitionsAssigned)) == 2
