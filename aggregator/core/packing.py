@@ -58,6 +58,23 @@ class Room:
         self.size_bytes += size_bytes
         return True
 
+    def add_all(self, tokens: int, inputs: int, size_bytes: int) -> bool:
+        """Take several texts in by their sums, if all of them fit; nothing otherwise.
+
+        The same outcome as `add` for each, at the cost of one.
+        """
+        limits = self._limits
+        if (
+            self.tokens + tokens > limits.tokens
+            or self.inputs + inputs > limits.inputs
+            or self.size_bytes + size_bytes > limits.size_bytes
+        ):
+            return False
+        self.tokens += tokens
+        self.inputs += inputs
+        self.size_bytes += size_bytes
+        return True
+
 
 class Candidate(Protocol):
     """What the packer reads of a waiting text."""
