@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -27,8 +27,18 @@ class ChildError(Exception):
 class Child:
     """One guarded process. A context manager."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        """Start it; both its output streams go to `log`."""
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        *,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it; both its output streams go to `log`.
+
+        `settings` are variables of its environment; of anybody else's settings it sees none.
+        """
         self.name = name
         self.log = log
         with log.open("wb") as output:
@@ -39,7 +49,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 # A Ctrl-C in the terminal is for the demo, which then ends its children in order.
                 start_new_session=True,
-                env=_environment(),
+                env=environment(settings or {}),
             )
 
     def __enter__(self) -> Self:
@@ -82,6 +92,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def _environment() -> dict[str, str]:
-    """Our own environment without anybody's settings: a child has those that the demo gives it."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+def environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """Our own environment with these settings in place of all others of the two programs."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    return others | dict(settings)

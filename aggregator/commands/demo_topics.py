@@ -43,19 +43,10 @@ TOPICS: dict[str, Topic] = {
             chickpea salad, fried rice, ramen broth, pickled cucumbers, gherkins, tomato sauce,
             cheesecake, scrambled eggs, meringue, kimchi, sauerkraut
         """),
-        keywords=lines("""
-            {s} recipe
-            easy {s}
-            vegan {s} recipe
-            {s} without eggs
-            leftover {s} ideas
-            {s} calories per serving
-            how to make {s}
-            quick {s} for two
-            can you freeze {s}
-            what to serve with {s}
-            how to season {s}
-            best flour for {s}
+        keywords=names("""
+            {s} recipe, easy {s}, vegan {s} recipe, {s} without eggs, leftover {s} ideas, {s}
+            calories per serving, how to make {s}, quick {s} for two, can you freeze {s}, what to
+            serve with {s}, how to season {s}, best flour for {s}
         """),
         questions=lines("""
             how do you make {s} from scratch
@@ -87,19 +78,10 @@ TOPICS: dict[str, Topic] = {
             iron deficiency, anemia, heartburn, acid reflux, a sore throat, tonsillitis, sunburn,
             eczema, itchy dry skin, a stiff neck, vertigo, a pulled hamstring, chickenpox
         """),
-        keywords=lines("""
-            {s} symptoms
-            {s} home remedies
-            {s} in children
-            causes of {s}
-            {s} treatment
-            {s} during pregnancy
-            how to treat {s}
-            what helps against {s}
-            is {s} contagious
-            when is {s} dangerous
-            how long does {s} last
-            foods to avoid with {s}
+        keywords=names("""
+            {s} symptoms, {s} home remedies, {s} in children, causes of {s}, {s} treatment, {s}
+            during pregnancy, how to treat {s}, what helps against {s}, is {s} contagious, when is
+            {s} dangerous, how long does {s} last, foods to avoid with {s}
         """),
         questions=lines("""
             what causes {s}
@@ -132,19 +114,10 @@ TOPICS: dict[str, Topic] = {
             a compost heap, slugs, snails, aphids, greenfly, powdery mildew, moss in the grass,
             raised beds, a rain barrel, house plants, orchids
         """),
-        keywords=lines("""
-            {s} care
-            {s} in pots
-            {s} in winter
-            best soil {s}
-            natural help with {s}
-            {s} planting calendar
-            when to plant {s}
-            how to water {s}
-            what to do about {s}
-            yellow leaves {s}
-            {s} on a balcony
-            best neighbours for {s}
+        keywords=names("""
+            {s} care, {s} in pots, {s} in winter, best soil {s}, natural help with {s}, {s}
+            planting calendar, when to plant {s}, how to water {s}, what to do about {s}, yellow
+            leaves {s}, {s} on a balcony, best neighbours for {s}
         """),
         questions=lines("""
             when is the best time to deal with {s}
@@ -177,18 +150,10 @@ TOPICS: dict[str, Topic] = {
             a stuck window, a broken roller blind, a loose banister, damp in the cellar,
             a slow washing machine, a fridge that hums, a gap under the door, a scratched parquet
         """),
-        keywords=lines("""
-            fix {s}
-            {s} repair cost
-            {s} plumber or electrician
-            tools for {s}
-            {s} landlord or tenant
-            how to fix {s}
-            what causes {s}
-            quick help for {s}
-            who pays for {s}
-            stop {s} from coming back
-            {s} do it yourself
+        keywords=names("""
+            fix {s}, {s} repair cost, {s} plumber or electrician, tools for {s}, {s} landlord or
+            tenant, how to fix {s}, what causes {s}, quick help for {s}, who pays for {s}, stop
+            {s} from coming back, {s} do it yourself
         """),
         questions=lines("""
             how do i fix {s} myself
@@ -220,19 +185,10 @@ TOPICS: dict[str, Topic] = {
             the greek islands, crete, krakow, prague, the dolomites, the swiss alps, hanoi,
             mexico city, the canary islands, cape town
         """),
-        keywords=lines("""
-            {s} in october
-            cheap hotels {s}
-            {s} with kids
-            weather {s}
-            things to do in {s}
-            {s} travel guide
-            how expensive is {s}
-            best month for {s}
-            where to stay in {s}
-            three days in {s}
-            is {s} safe at night
-            {s} without a car
+        keywords=names("""
+            {s} in october, cheap hotels {s}, {s} with kids, weather {s}, things to do in {s}, {s}
+            travel guide, how expensive is {s}, best month for {s}, where to stay in {s}, three
+            days in {s}, is {s} safe at night, {s} without a car
         """),
         questions=lines("""
             what is the best month to visit {s}
@@ -265,18 +221,9 @@ TOPICS: dict[str, Topic] = {
             galaxy, dark matter, the big bang, the northern lights, aurora borealis, exoplanets,
             the international space station, a telescope mirror, gravitational waves, pluto
         """),
-        keywords=lines("""
-            {s} facts
-            {s} tonight
-            {s} explained
-            {s} for kids
-            distance to {s}
-            {s} photos
-            how to photograph {s}
-            who discovered {s}
-            how old is {s}
-            when to see {s}
-            size of {s}
+        keywords=names("""
+            {s} facts, {s} tonight, {s} explained, {s} for kids, distance to {s}, {s} photos, how
+            to photograph {s}, who discovered {s}, how old is {s}, when to see {s}, size of {s},
             what causes {s}
         """),
         questions=lines("""
@@ -311,18 +258,9 @@ TOPICS: dict[str, Topic] = {
             the cold war, the berlin wall, the moon landing, apollo 11, the suez canal, vikings,
             the hanseatic league, ancient egypt, the inca empire, the great depression
         """),
-        keywords=lines("""
-            {s} timeline
-            {s} summary
-            {s} causes and effects
-            {s} essay
-            books about {s}
-            {s} map
-            who started {s}
-            what ended {s}
-            when was {s}
-            films about {s}
-            museum about {s}
+        keywords=names("""
+            {s} timeline, {s} summary, {s} causes and effects, {s} essay, books about {s}, {s}
+            map, who started {s}, what ended {s}, when was {s}, films about {s}, museum about {s},
             why study {s}
         """),
         questions=lines("""
@@ -356,19 +294,10 @@ TOPICS: dict[str, Topic] = {
             a rest api, a message queue, a kafka topic, a consumer group, unit tests,
             a segmentation fault, a null pointer, unicode text, json files, a hash table
         """),
-        keywords=lines("""
-            {s} example
-            {s} tutorial
-            debug {s}
-            {s} best practices
-            {s} performance
-            {s} interview questions
-            how to debug {s}
-            what causes {s}
-            when to use {s}
-            explain {s}
-            how to test {s}
-            {s} in go or python
+        keywords=names("""
+            {s} example, {s} tutorial, debug {s}, {s} best practices, {s} performance, {s}
+            interview questions, how to debug {s}, what causes {s}, when to use {s}, explain {s},
+            how to test {s}, {s} in go or python
         """),
         questions=lines("""
             how do i debug {s}
@@ -401,19 +330,10 @@ TOPICS: dict[str, Topic] = {
             a tax refund, a pension plan, retirement savings, life insurance, car insurance,
             a rental deposit, a pay rise, a salary negotiation, freelance invoices, student debt
         """),
-        keywords=lines("""
-            {s} calculator
-            {s} explained
-            best {s} 2026
-            {s} pros and cons
-            {s} for beginners
-            how {s} works
-            is {s} worth it
-            how to compare {s}
-            when to cancel {s}
-            risks of {s}
-            what does {s} cost
-            {s} after a divorce
+        keywords=names("""
+            {s} calculator, {s} explained, best {s} 2026, {s} pros and cons, {s} for beginners,
+            how {s} works, is {s} worth it, how to compare {s}, when to cancel {s}, risks of {s},
+            what does {s} cost, {s} after a divorce
         """),
         questions=lines("""
             what is the catch with {s}
@@ -444,19 +364,10 @@ TOPICS: dict[str, Topic] = {
             bats, honey bees, bumblebees, wasps, hornets, octopuses, whales, dolphins, sharks,
             emperor penguins, elephants, wolves, brown bears, monarch butterflies, swifts, swallows
         """),
-        keywords=lines("""
-            {s} lifespan
-            {s} food
-            {s} sounds
-            {s} in the wild
-            baby {s}
-            how {s} sleep
-            what do {s} eat
-            how long do {s} live
-            where do {s} sleep
-            are {s} dangerous
-            how fast are {s}
-            how to help {s}
+        keywords=names("""
+            {s} lifespan, {s} food, {s} sounds, {s} in the wild, baby {s}, how {s} sleep, what do
+            {s} eat, how long do {s} live, where do {s} sleep, are {s} dangerous, how fast are
+            {s}, how to help {s}
         """),
         questions=lines("""
             what do {s} eat
@@ -489,19 +400,10 @@ TOPICS: dict[str, Topic] = {
             a cargo bike, a bike helmet, a wall box, charging at home, a scooter, a camper van,
             a caravan, a used car, a second-hand bicycle, a driving licence, a roof box
         """),
-        keywords=lines("""
-            {s} price
-            {s} test
-            {s} maintenance
-            {s} or leasing
-            best {s} for families
-            {s} legal requirements
-            what does {s} cost
-            when to replace {s}
-            how to choose {s}
-            how to insure {s}
-            clean {s} at home
-            is {s} worth the money
+        keywords=names("""
+            {s} price, {s} test, {s} maintenance, {s} or leasing, best {s} for families, {s} legal
+            requirements, what does {s} cost, when to replace {s}, how to choose {s}, how to
+            insure {s}, clean {s} at home, is {s} worth the money
         """),
         questions=lines("""
             how long does {s} last
@@ -533,19 +435,10 @@ TOPICS: dict[str, Topic] = {
             sight reading, music theory, perfect pitch, a metronome, bach fugues, mozart's operas,
             the beatles, techno, vinyl records, a record player, stage fright, songwriting
         """),
-        keywords=lines("""
-            learn {s}
-            {s} for beginners
-            {s} lessons near me
-            {s} history
-            {s} exercises
-            famous {s} pieces
-            how to practise {s}
-            is {s} hard to learn
-            history of {s}
-            best songs for {s}
-            who invented {s}
-            start with {s} at fifty
+        keywords=names("""
+            learn {s}, {s} for beginners, {s} lessons near me, {s} history, {s} exercises, famous
+            {s} pieces, how to practise {s}, is {s} hard to learn, history of {s}, best songs for
+            {s}, who invented {s}, start with {s} at fifty
         """),
         questions=lines("""
             how long does it take to get good at {s}

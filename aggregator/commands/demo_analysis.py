@@ -1,0 +1,155 @@
+"""From what the phases left behind to figures: pure arithmetic on results and log lines.
+
+Knows nothing of processes or screens. Vectors are float32 rows, one a text.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from aggregator.commands.demo_load import Phase
+from aggregator.commands.demo_report import Delivery, Neighbour, Neighbourhood
+from aggregator.commands.received import NotAResultError, ReceivedResult, read_result
+
+Matrix = npt.NDArray[np.float32]
+
+NEAREST_SHOWN = 3
+_WORDS_SHOWN = range(4, 9)
+_SEED = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One claim, from the aggregator's log line about it."""
+
+    estimate: float
+    tokens: int
+    queries: int
+
+
+def read_claims(log: bytes) -> list[Claim]:
+    """The answered claims of a stretch of the aggregator's JSON log, cut lines left out."""
+    claims = []
+    for line in log.splitlines():
+        if b'"claim"' not in line:
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if entry.get("event") == "claim" and entry.get("outcome") == "answered" and entry["tokens"]:
+            claims.append(
+                Claim(estimate=entry["estimate"], tokens=entry["tokens"], queries=entry["queries"])
+            )
+    return claims
+
+
+def estimate_error(claims: Sequence[Claim]) -> float:
+    """Mean of |estimate - tokens| / tokens; 0 without claims."""
+    errors = [abs(claim.estimate - claim.tokens) / claim.tokens for claim in claims]
+    return sum(errors) / len(errors) if errors else 0.0
+
+
+def as_claims(raw: Sequence[int], tokens: Sequence[int], queries: int) -> list[Claim]:
+    """Claims of `queries` each, as they would be with raw counts for estimates."""
+    return [
+        Claim(
+            estimate=sum(raw[start : start + queries]),
+            tokens=sum(tokens[start : start + queries]),
+            queries=queries,
+        )
+        for start in range(0, len(tokens) - queries + 1, queries)
+    ]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All results of all phases. `vectors` and `tokens` are by the text's index."""
+
+    delivery: Delivery
+    vectors: dict[int, Matrix]
+    tokens: dict[int, int]
+    first_error: ReceivedResult | None = None
+    unreadable: str = ""
+
+
+def outcome(phases: Sequence[Phase], duplicates: int) -> Outcome:
+    """Read every result and keep the ledger: each query has a vector, an error, or nothing."""
+    vectors: dict[int, Matrix] = {}
+    tokens: dict[int, int] = {}
+    ok = errors = missing = 0
+    first_error, unreadable = None, ""
+    for query in [query for phase in phases for query in phase.queries]:
+        if query.record is None:
+            missing += 1
+            continue
+        try:
+            result = read_result(query.record)
+        except NotAResultError as error:
+            errors, unreadable = errors + 1, str(error)
+            continue
+        if result.vector is None:
+            errors, first_error = errors + 1, first_error or result
+            continue
+        ok += 1
+        vectors[query.text_index] = result.vector
+        tokens[query.text_index] = result.tokens
+    delivery = Delivery(
+        sent=ok + errors + missing,
+        results_ok=ok,
+        results_error=errors,
+        missing=missing,
+        duplicates=duplicates,
+    )
+    return Outcome(delivery, vectors, tokens, first_error, unreadable)
+
+
+def cosine(one: Matrix, other: Matrix) -> float:
+    """Of two vectors, in float64; 0 if either is zero."""
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / norms if norms else 0.0
+
+
+def neighbourhoods(
+    texts: Sequence[str], vectors: dict[int, Matrix], count: int
+) -> list[Neighbourhood]:
+    """`count` texts, drawn by a fixed seed, and what is nearest to each by cosine.
+
+    Drawn among texts of a few words, where there are such; a text that occurs twice is not its own
+    neighbour.
+    """
+    firsts = {texts[index]: index for index in sorted(vectors, reverse=True)}
+    indexes = sorted(firsts.values())
+    short = [
+        index
+        for index in indexes
+        if texts[index].isascii() and len(texts[index].split()) in _WORDS_SHOWN
+    ]
+    drawn_from = short if len(short) >= count else indexes
+    shown = random.Random(_SEED).sample(drawn_from, min(count, len(drawn_from)))
+    matrix = np.stack([vectors[index] for index in indexes])
+    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
+    matrix /= np.where(norms > 0, norms, 1)
+    return [_neighbourhood(index, indexes, matrix, texts) for index in shown if len(indexes) > 1]
+
+
+def _neighbourhood(
+    index: int, indexes: list[int], matrix: Matrix, texts: Sequence[str]
+) -> Neighbourhood:
+    row = indexes.index(index)
+    cosines = matrix @ matrix[row]
+    order = [int(other) for other in np.argsort(-cosines) if other != row]
+    return Neighbourhood(
+        text=texts[index],
+        nearest=[
+            Neighbour(text=texts[indexes[other]], cosine=float(cosines[other]))
+            for other in order[:NEAREST_SHOWN]
+        ],
+    )

@@ -1,0 +1,188 @@
+"""The demo's one screen, and its figures as JSON.
+
+Pure: figures in, text out. Units are in the names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+TEXT_SHOWN_MAX = 72
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Percentiles of one phase."""
+
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """A text near another, and how near (cosine)."""
+
+    text: str
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbourhood:
+    """A query and what is nearest to it, nearest first."""
+
+    text: str
+    nearest: Sequence[Neighbour]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What the server says about itself."""
+
+    model: str
+    name: str
+    device: str
+    precision: str
+    dimensions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One result for each query: the ledger of all phases."""
+
+    sent: int
+    results_ok: int
+    results_error: int
+    missing: int
+    duplicates: int
+
+    @property
+    def exact(self) -> bool:
+        """Every query has exactly one result, and it holds a vector."""
+        return self.sent == self.results_ok and not self.duplicates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """All that a run has measured."""
+
+    engine: Engine
+    broker: str
+    start_seconds: float
+    """From the command to the first query."""
+    delivery: Delivery
+    capacity_queries_per_second: float
+    """Of the short flood that the pace is set by."""
+    paced_queries_per_second: float
+    paced_latency: Latency
+    flood_queries: int
+    flood_queries_per_second: float
+    flood_tokens_per_second: float
+    passes: int
+    """In the flood."""
+    pass_tokens_mean: float
+    pass_queries_mean: float
+    batch_tokens_target: int
+    estimate_error_before_ratio: float
+    """Mean of |raw count - tokens| / tokens over claims' worth of queries."""
+    estimate_error_after_ratio: float
+    """Mean of |estimate - tokens| / tokens over the claims of the flood."""
+    one_by_one_queries: int
+    one_by_one_queries_per_second: float
+    one_by_one_latency: Latency
+    cosine_min: float
+    """The least cosine between a query's vector through Kafka and its vector alone."""
+    neighbourhoods: Sequence[Neighbourhood]
+
+    @property
+    def gain(self) -> float:
+        """Flood over one by one, both in queries a second."""
+        return self.flood_queries_per_second / max(self.one_by_one_queries_per_second, 1e-9)
+
+    def as_json(self) -> str:
+        """One object, indented."""
+        table = asdict(self) | {"flood_to_one_by_one_ratio": self.gain}
+        return json.dumps(table, indent=2, ensure_ascii=False)
+
+
+def screen(figures: Figures) -> RenderableType:
+    """The figures for people: about 25 lines of 80 columns."""
+    engine = figures.engine
+    title = f"{engine.model} on {engine.name}, {engine.device}, {engine.precision}"
+    body = Group(_numbers(figures), Text(), *_neighbours(figures.neighbourhoods))
+    return Panel(body, title=title, title_align="left", padding=(0, 1), width=100)
+
+
+def _numbers(figures: Figures) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, style="cyan")
+    table.add_column()
+    row = table.add_row
+    paced, alone = figures.paced_latency, figures.one_by_one_latency
+    row(
+        "Throughput",
+        f"{figures.flood_queries_per_second:,.0f} queries/s",
+        f"flood of {figures.flood_queries:,}: {figures.flood_tokens_per_second:,.0f} tokens/s",
+    )
+    row(
+        "  one by one",
+        f"{figures.one_by_one_queries_per_second:,.0f} queries/s",
+        f"{figures.gain:.1f} times less: same engine, gRPC, p50 {alone.p50_ms:,.1f} ms",
+    )
+    row(
+        "Latency",
+        f"p50 {paced.p50_ms:,.1f} ms",
+        f"p90 {paced.p90_ms:,.1f} ms, p99 {paced.p99_ms:,.1f} ms, "
+        f"at {figures.paced_queries_per_second:,.0f} queries/s",
+    )
+    target = figures.batch_tokens_target
+    row(
+        "Passes",
+        f"{figures.pass_tokens_mean:,.0f} tokens",
+        f"{figures.pass_tokens_mean / max(target, 1):.0%} of the target of {target}; "
+        f"{figures.passes:,} passes of {figures.pass_queries_mean:.0f} queries",
+    )
+    row(
+        "Estimates",
+        f"off by {figures.estimate_error_after_ratio:.1%}",
+        f"per claim; {figures.estimate_error_before_ratio:.1%} before calibration",
+    )
+    row("Vectors", f"cosine {figures.cosine_min:.6f}", "the least between batched and alone")
+    row("Records", *_records(figures.delivery))
+    return table
+
+
+def _records(delivery: Delivery) -> tuple[str, str]:
+    if delivery.exact:
+        return f"{delivery.sent:,}", "queries, each with exactly one result"
+    faults = (
+        f"{delivery.results_error:,} errors, {delivery.missing:,} without a result, "
+        f"{delivery.duplicates:,} doubled"
+    )
+    return f"[red]{delivery.results_ok:,} of {delivery.sent:,}[/red]", f"[red]{faults}[/red]"
+
+
+def _neighbours(neighbourhoods: Sequence[Neighbourhood]) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for neighbourhood in neighbourhoods:
+        lines.append(Text.from_markup(f"[bold]Nearest to[/bold] {_shown(neighbourhood.text)}"))
+        lines += [
+            Text.from_markup(f"  [cyan]{near.cosine:.2f}[/cyan]  {_shown(near.text)}")
+            for near in neighbourhood.nearest
+        ]
+    return lines
+
+
+def _shown(text: str) -> str:
+    """At most `TEXT_SHOWN_MAX` characters, markup disarmed."""
+    short = text if len(text) <= TEXT_SHOWN_MAX else text[: TEXT_SHOWN_MAX - 3] + "..."
+    return escape(short)

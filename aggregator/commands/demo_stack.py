@@ -1,0 +1,244 @@
+"""The demo's stack on this machine: a broker, a model server and an aggregator as processes.
+
+Owns starting them in an order, waiting until each is ready, and what they tell about themselves
+(health, metrics, logs). A context manager: leaving it ends what was started, in reverse. Everything
+listens on free ports of the loopback interface. Knows nothing of queries.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from aggregator.adapters.mock_broker import MockBroker, MockBrokerError
+from aggregator.commands.demo_children import Child, environment, free_ports
+from aggregator.commands.kafka_client import KafkaOptions
+from protos.embedding.v1 import embedding_service_pb2, embedding_service_pb2_grpc
+
+READY_TIMEOUT_S = 300.0
+"""A cold start computes golden vectors and warms up at the maximum; slow machines exist."""
+PARTITIONS = 12
+"""Of queries and of results: enough that the embedded broker's 5 MB each are never filled."""
+TOPICS = ("aggregator-demo.queries", "aggregator-demo.results", "aggregator-demo.dlq")
+"""On a broker that others use too the demo keeps to itself; the embedded one has plain names."""
+PLAIN_TOPICS = ("queries", "results", "queries.dlq")
+_POLL_S = 0.05
+_CALL_TIMEOUT_S = 30.0
+
+Step = Callable[[str], None]
+
+
+class StackError(Exception):
+    """The stack did not come up: the message is for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOptions:
+    """`broker` None: the embedded one. `model`: a folder or hub id; None with the simulated engine.
+
+    `folder` gets the children's logs.
+    """
+
+    folder: Path
+    engine: str
+    model: str | None
+    model_name: str
+    broker: str | None = None
+
+
+class Stack:
+    """The running processes."""
+
+    def __init__(self, options: StackOptions, step: Step) -> None:
+        """Start nothing yet; `step` is told what happens, a line each."""
+        self._options = options
+        self._step = step
+        self._exit = ExitStack()
+        server, server_metrics, aggregator_metrics = free_ports(3)
+        self.server = f"127.0.0.1:{server}"
+        self._server_metrics = f"127.0.0.1:{server_metrics}"
+        self._aggregator_metrics = f"127.0.0.1:{aggregator_metrics}"
+        self._children: list[Child] = []
+        self.bootstrap_servers = options.broker or ""
+        topics = PLAIN_TOPICS if options.broker is None else TOPICS
+        self.queries_topic, self.results_topic, self.dlq_topic = topics
+
+    def __enter__(self) -> Self:
+        """Start all and wait until all are ready.
+
+        Raises:
+            StackError: something did not start.
+            ChildError: a child ended.
+        """
+        with self._exit:
+            self._start()
+            self._exit = self._exit.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all, the aggregator first, so that it can finish what it has."""
+        self._exit.close()
+
+    def _start(self) -> None:
+        self._start_broker()
+        server = self._start_server()
+        aggregator = self._start_aggregator()
+        self._wait(server, self._server_ready)
+        self._wait(aggregator, self._aggregator_ready)
+
+    def _start_broker(self) -> None:
+        partitions = dict.fromkeys((self.queries_topic, self.results_topic), PARTITIONS)
+        if self.embedded:
+            try:
+                broker = self._exit.enter_context(MockBroker({**partitions, self.dlq_topic: 1}))
+            except MockBrokerError as error:
+                raise StackError(f"the embedded broker did not start: {error}") from error
+            self.bootstrap_servers = broker.bootstrap_servers
+            self._step(f"embedded Kafka broker at {self.bootstrap_servers}")
+            self._step(
+                "  (librdkafka's mock cluster: in memory only, keeps about 5 MB a partition and "
+                "drops older records silently; to try things out, nothing else)"
+            )
+            return
+        # In a process of its own, as a user would do it.
+        made = subprocess.run(
+            [sys.executable, "-m", "aggregator", "topics", "create", "--partitions", "12"],
+            env=environment(self._aggregator_settings()),
+            capture_output=True,
+            text=True,
+            timeout=_CALL_TIMEOUT_S,
+            check=False,
+        )
+        if made.returncode != 0:
+            raise StackError(f"creating the topics failed: {made.stderr.strip()}")
+        self._step(f"Kafka at {self.bootstrap_servers}, topics {', '.join(TOPICS)}")
+
+    def _start_server(self) -> Child:
+        options = self._options
+        command = [sys.executable, "-m", "model_server", "serve", "--engine", options.engine]
+        if options.model is not None:
+            command += ["--model", options.model]
+        command += ["--served-model-name", options.model_name]
+        command += ["--grpc-listen", self.server, "--metrics-listen", self._server_metrics]
+        self._step(f"model server at {self.server}: loading {options.model_name}")
+        return self._child("model server", command, {})
+
+    def _start_aggregator(self) -> Child:
+        command = [sys.executable, "-m", "aggregator", "run"]
+        return self._child("aggregator", command, self._aggregator_settings())
+
+    def _aggregator_settings(self) -> dict[str, str]:
+        return {
+            "AGGREGATOR_BOOTSTRAP_SERVERS": self.bootstrap_servers,
+            "AGGREGATOR_GROUP_ID": "aggregator-demo",
+            "AGGREGATOR_QUERIES_TOPIC": self.queries_topic,
+            "AGGREGATOR_RESULTS_TOPIC": self.results_topic,
+            "AGGREGATOR_DLQ_TOPIC": self.dlq_topic,
+            "AGGREGATOR_MODELS": f"{self._options.model_name}={self.server}",
+            "AGGREGATOR_METRICS_LISTEN": self._aggregator_metrics,
+        }
+
+    def _child(self, name: str, command: list[str], settings: dict[str, str]) -> Child:
+        log = self._options.folder / f"{name.replace(' ', '-')}.log"
+        child = self._exit.enter_context(Child(name, command, log, settings=settings))
+        self._children.append(child)
+        return child
+
+    def _wait(self, child: Child, ready: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while not ready():
+            self.check()
+            if time.monotonic() > deadline_s:
+                raise child.error(f"was not ready within {READY_TIMEOUT_S:g} s")
+            time.sleep(_POLL_S)
+        self._step(f"{child.name} ready")
+
+    def _server_ready(self) -> bool:
+        with grpc.insecure_channel(self.server) as channel:
+            try:
+                reply = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=1.0
+                )
+            except grpc.RpcError:
+                return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _aggregator_ready(self) -> bool:
+        try:
+            _get(f"http://{self._aggregator_metrics}/readyz")
+        except OSError:
+            return False
+        return True
+
+    def check(self) -> None:
+        """Raise `ChildError` if a child has ended."""
+        for child in self._children:
+            child.check()
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the broker is the demo's own."""
+        return self._options.broker is None
+
+    @property
+    def kafka(self) -> KafkaOptions:
+        """Where the topics are."""
+        return KafkaOptions(
+            bootstrap_servers=self.bootstrap_servers,
+            queries_topic=self.queries_topic,
+            results_topic=self.results_topic,
+        )
+
+    def channel(self) -> grpc.Channel:
+        """A channel to the model server; the caller closes it."""
+        return grpc.insecure_channel(self.server)
+
+    def model_info(self) -> embedding_service_pb2.GetModelInfoResponse:
+        """What the model server says about itself."""
+        with self.channel() as channel:
+            stub = embedding_service_pb2_grpc.EmbeddingServiceStub(channel)
+            return stub.GetModelInfo(
+                embedding_service_pb2.GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S
+            )
+
+    def server_metrics(self) -> dict[str, float]:
+        """The model server's samples by name, summed over labels."""
+        text = _get(f"http://{self._server_metrics}/metrics")
+        samples: dict[str, float] = {}
+        for name, value in _samples(text):
+            samples[name] = samples.get(name, 0.0) + value
+        return samples
+
+    def aggregator_log(self, start: int = 0) -> bytes:
+        """The aggregator's log from byte `start` on."""
+        with (self._options.folder / "aggregator.log").open("rb") as log:
+            log.seek(start)
+            return log.read()
+
+
+def _samples(text: str) -> Iterator[tuple[str, float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, sample.value
+
+
+def _get(url: str) -> str:
+    """The body of a 200.
+
+    Raises:
+        OSError: anything else.
+    """
+    with urllib.request.urlopen(url, timeout=_CALL_TIMEOUT_S) as reply:  # noqa: S310 - ours
+        return str(reply.read().decode())
