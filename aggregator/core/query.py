@@ -90,7 +90,7 @@ class Query:
     deadline_ns: int
     """Monotonic; 0: none."""
     size_bytes: int
-    """Key, value and headers: what it counts towards `buffer_bytes_max`."""
+    """Key, value, headers and decoded text: what it counts towards `buffer_bytes_max`."""
     id: str
     model: str
     text: str

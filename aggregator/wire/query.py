@@ -148,6 +148,7 @@ def decode_record(
             query.deadline_ns = _deadline_ns(query, options, ttl_ms=ttl_ms, wall_ms=wall_ms)
     except _RefusedError as refused:
         query.failure = refused.failure
+    query.size_bytes += query.text_bytes  # the decoded text is held beside the value
     query.id = replay_id or query.id or f"{tp[0]}-{tp[1]}-{offset}"
     return query
 

@@ -25,7 +25,9 @@ def main() -> None:
         bootstrap_servers=arguments.bootstrap, group_id=arguments.group, group_protocol="consumer"
     )
     consumer = Consumer(consumer_config(options))
-    producer = Producer(producer_config(options))
+    producer = Producer(
+        producer_config(options, message_bytes_max=1_048_588, batch_bytes_max=1_000_000)
+    )
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     poller = threading.Thread(target=lambda: [producer.poll(0.02) for _ in iter(stop.is_set, True)])

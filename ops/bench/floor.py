@@ -20,6 +20,7 @@ import orjson
 from confluent_kafka import Consumer, Producer
 
 from aggregator.adapters.estimator import TiktokenEstimator
+from aggregator.adapters.kafka_config import KafkaOptions, consumer_config, producer_config
 from protos.embedding.v1 import embedding_service_pb2 as pb
 from protos.embedding.v1 import embedding_service_pb2_grpc as rpc
 from protos.embedding.v1 import query_pb2
@@ -38,27 +39,13 @@ class Floor:
         self.json: bool = arguments.json
         self.server: str = arguments.server
         self.results: str = arguments.results
-        self.consumer = Consumer(
-            {
-                "bootstrap.servers": arguments.bootstrap,
-                "group.id": f"floor-{time.time_ns()}",
-                "auto.offset.reset": "earliest",
-                "enable.auto.commit": False,
-                "fetch.wait.max.ms": 10,
-                "queued.max.messages.kbytes": 8192,
-            }
+        options = KafkaOptions(
+            bootstrap_servers=arguments.bootstrap, group_id=f"floor-{time.time_ns()}"
         )
-        self.consumer.subscribe([arguments.queries])
+        self.consumer = Consumer(consumer_config(options))
+        self.consumer.subscribe([arguments.queries], on_assign=self.assign, on_revoke=self.revoke)
         self.producer = Producer(
-            {
-                "bootstrap.servers": arguments.bootstrap,
-                "acks": "all",
-                "enable.idempotence": True,
-                "linger.ms": 2,
-                "partitioner": "murmur2_random",
-                "queue.buffering.max.messages": 500_000,
-                "queue.buffering.max.kbytes": 262_144,
-            }
+            producer_config(options, message_bytes_max=1_048_588, batch_bytes_max=1_000_000)
         )
         self.estimator = TiktokenEstimator()
         self.loop = asyncio.new_event_loop()
@@ -68,6 +55,14 @@ class Floor:
         self.started: tuple[float, float] | None = None
         self.ended: tuple[float, float] | None = None
         self.slots = asyncio.Semaphore(IN_FLIGHT_MAX)
+
+    def assign(self, consumer: Any, partitions: Any) -> None:
+        """Take what comes."""
+        consumer.incremental_assign(partitions)
+
+    def revoke(self, consumer: Any, partitions: Any) -> None:
+        """Give it back."""
+        consumer.incremental_unassign(partitions)
 
     def consume(self) -> None:
         """Poll one, then what else is there; hand over whole lists."""
@@ -127,7 +122,8 @@ class Floor:
                 data, tokens = group.embeddings, group.tokens
                 for row, index in enumerate(group.indexes):
                     vector = data[row * STRIDE : (row + 1) * STRIDE]
-                    self.produce(*claim[index], vector, tokens[row])
+                    message, query = claim[index]
+                    self.produce(message, query, vector, tokens[row])
             if answer.last:
                 del self.sent[answer.request_id]
                 self.slots.release()

@@ -153,7 +153,7 @@ def test_key_value_and_headers_are_kept_as_they_came_and_counted() -> None:
     assert query.key == b"key"
     assert query.value == b'{"text":"a"}'
     assert query.headers == headers
-    assert query.size_bytes == 3 + 12 + 11 + 5 + 1
+    assert query.size_bytes == 3 + 12 + (11 + 5 + 1) + len("a")
 
 
 # Content types ----------------------------------------------------------------------------------
