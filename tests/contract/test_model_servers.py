@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -21,9 +21,11 @@ from aggregator.core.events import (
     ServerChanged,
     ServerPhase,
 )
+from aggregator.core.failures import Reason
 from aggregator.core.query import Query
 from protos.embedding.v1 import embedding_service_pb2 as pb
 from tests.harness.fake_model_server import NOT_SERVING, SERVING, FakeModelServer, state
+from tests.harness.processes import free_port, simulated_server
 
 MODEL = "minilm"
 
@@ -132,30 +134,115 @@ async def connect() -> AsyncIterator[Callable[..., Client]]:
 Connect = Callable[..., Client]
 
 
-async def test_a_claim_is_answered(server: FakeModelServer, connect: Connect) -> None:
-    client = connect(f"127.0.0.1:{server.port}")
+# What both the fake and the real server do -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_port() -> Iterator[int]:
+    port = free_port()
+    with simulated_server(port):
+        yield port
+
+
+@pytest.fixture(params=["fake", "simulated"])
+def port(request: pytest.FixtureRequest) -> int:
+    if request.param == "fake":
+        fake: FakeModelServer = request.getfixturevalue("server")
+        return fake.port
+    return int(request.getfixturevalue("real_port"))
+
+
+async def test_a_claim_is_answered(port: int, connect: Connect) -> None:
+    client = connect(f"127.0.0.1:{port}")
     address = await client.ready()
-    (opened,) = client.of(ServerChanged)
-    assert (opened.model_revision, opened.dimensions, opened.phase) == ("r1", 4, READY)
+    opened = client.of(ServerChanged)[0]
+    assert (opened.phase, opened.server) == (READY, address)
+    assert opened.model_revision != ""
     assert opened.limits.window_tokens == 1200
     client.servers.send(claim(1, address, "a", "bcd"))
-    await client.until(lambda: len(client.of(ServerChanged)) == 2)
+    await client.until(lambda: len(client.of(ClaimAnswered)) == 1)
     (answered,) = client.of(ClaimAnswered)
-    assert client.events.index(answered) == 1, "the answer comes before the state it brought"
     (group,) = answered.answer.groups
     assert (answered.answer.claim_id, answered.answer.last) == (1, True)
-    assert (list(group.indexes), list(group.tokens), len(group.embeddings)) == ([0, 1], [3, 3], 32)
+    assert (list(group.indexes), list(group.tokens)) == ([0, 1], [3, 3])
+    assert len(group.embeddings) == 2 * group.stride == 2 * 4 * opened.dimensions
+    after = client.events[client.events.index(answered) + 1]
+    assert isinstance(after, ServerChanged), "the answer comes before the state it brought"
     assert client.servers.missing() is None
 
 
-async def test_many_claims_on_one_stream(server: FakeModelServer, connect: Connect) -> None:
-    client = connect(f"127.0.0.1:{server.port}")
+async def test_many_claims_on_one_stream(port: int, connect: Connect) -> None:
+    client = connect(f"127.0.0.1:{port}")
     address = await client.ready()
     for claim_id in range(1, 201):
         client.servers.send(claim(claim_id, address))
     await client.until(lambda: len(client.of(ClaimAnswered)) == 200)
     assert [event.answer.claim_id for event in client.of(ClaimAnswered)] == list(range(1, 201))
-    assert server.streams_opened == 1
+    assert client.servers.opened == 1
+
+
+async def test_an_idle_server_says_so(port: int, connect: Connect) -> None:
+    client = connect(f"127.0.0.1:{port}")
+    address = await client.ready()
+    client.servers.send(claim(1, address))
+    await client.until(lambda: len(client.of(ClaimAnswered)) == 1)
+    await client.until(lambda: client.of(ServerChanged)[-1].limits.busy_ms == 0)
+
+
+async def test_a_text_that_is_refused_is_an_error_of_its_own(
+    connect: Connect, real_port: int
+) -> None:
+    client = connect(f"127.0.0.1:{real_port}")
+    address = await client.ready()
+    client.servers.send(claim(1, address, "fine", "long " * 100_000))
+    await client.until(lambda: any(e.answer.last for e in client.of(ClaimAnswered)))
+    answers = [event.answer for event in client.of(ClaimAnswered)]
+    assert [index for answer in answers for g in answer.groups for index in g.indexes] == [0]
+    (failed,) = [failed for answer in answers for failed in answer.errors]
+    assert (failed.index, failed.failure.reason) == (1, Reason.INVALID_FIELD)
+
+
+def tarrying_ms(slow_ms: int) -> dict[str, str]:
+    """Settings of a simulated engine whose pass takes long for a text with "tarry" in it."""
+    return {
+        "MODEL_SERVER_SIMULATED__FAULTS": '{"tarry": "slow"}',
+        "MODEL_SERVER_SIMULATED__SLOW_MS": str(slow_ms),
+    }
+
+
+async def test_a_killed_server_loses_the_claims_of_its_pass(connect: Connect) -> None:
+    port = free_port()
+    with simulated_server(port, **tarrying_ms(60_000)) as process:
+        client = connect(f"127.0.0.1:{port}")
+        address = await client.ready()
+        client.servers.send(claim(1, address, "tarry"))
+        await client.until(lambda: any(1 in e.running for e in client.of(ServerChanged)))
+        process.kill()
+        await client.until(lambda: client.of(ServerChanged)[-1].phase is ServerPhase.DOWN)
+        (lost,) = client.of(ClaimLost)
+        assert (lost.claim_id, lost.loss) == (1, Loss.UNKNOWN)
+    with simulated_server(port):
+        address = await client.ready()
+        client.servers.send(claim(2, address))
+        await client.until(lambda: len(client.of(ClaimAnswered)) == 1)
+
+
+async def test_a_terminated_server_drains(connect: Connect) -> None:
+    port = free_port()
+    with simulated_server(port, **tarrying_ms(300)) as process:
+        client = connect(f"127.0.0.1:{port}")
+        address = await client.ready()
+        client.servers.send(claim(1, address, "tarry"))
+        await client.until(lambda: any(1 in e.running for e in client.of(ServerChanged)))
+        assert await asyncio.to_thread(process.terminate) == 0
+        await client.until(lambda: client.of(ServerChanged)[-1].phase is ServerPhase.DOWN)
+        phases = [event.phase for event in client.of(ServerChanged)]
+        assert phases.index(ServerPhase.DRAINING) > phases.index(READY)
+        assert client.of(ClaimLost) == []
+        assert len(client.of(ClaimAnswered)) == 1
+
+
+# What only the fake can be asked for -------------------------------------------------------------
 
 
 async def test_a_dying_server_loses_its_claims_before_it_is_down(
