@@ -16,6 +16,9 @@ import numpy.typing as npt
 from model_server.engines.base import Vectors
 
 INT8_MAX = 127
+_LENGTH_TOLERANCE = np.float32(1e-6)
+"""Squared lengths this close to 1 are what float32 can do: dividing again would only round again.
+Decided row by row, so that a row's bytes do not depend on its mates."""
 UBINARY_MULTIPLE = 8
 """`numpy.packbits` packs eight dimensions into a byte."""
 
@@ -53,15 +56,18 @@ def encode(
         ValueError: ubinary with dimensions that are not a multiple of 8.
     """
     cut = vectors[:, :dimensions]
-    bad = np.zeros(len(cut), dtype=np.bool_)
     with np.errstate(all="ignore"):
+        squares = np.einsum("ij,ij->i", cut, cut)
+        # A sum of squares is finite only if all its terms are; it may overflow where they are not
+        # infinite, which is as useless for a model that normalises.
+        bad = ~np.isfinite(squares)
         if normalized:
-            lengths = np.sqrt(np.einsum("ij,ij->i", cut, cut))
-            bad |= ~np.isfinite(lengths)
-            lengths[lengths == 0] = 1
-            cut = cut / lengths[:, None]
-        if not np.isfinite(cut).all():
-            bad |= ~np.isfinite(cut).all(axis=1)
+            off = np.flatnonzero(np.abs(squares - 1) > _LENGTH_TOLERANCE)
+            if len(off):
+                cut = cut.copy()
+                cut[off] /= np.sqrt(np.where(squares[off] > 0, squares[off], 1))[:, None]
+        elif bad.any():
+            bad = ~np.isfinite(cut).all(axis=1)
         encoded = _CONVERT[encoding](np.ascontiguousarray(cut, dtype=np.float32), bad)
     if bad.any():
         return Encoded(

@@ -7,7 +7,7 @@ input is an object: inputs are positions in columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from aggregator.core.packing import Room
 from model_server.core.effects import Part
@@ -33,6 +33,8 @@ class Request:
         "tokens",
         "unanswered",
         "waiting",
+        "waiting_bytes",
+        "waiting_tokens",
     )
 
     def __init__(self, event: RequestArrived) -> None:
@@ -52,7 +54,9 @@ class Request:
             self.waiting = [index for index in self.waiting if index not in refused]
         self.position = 0
         self.unanswered = len(self.waiting)
-        self.held_tokens = sum(event.tokens)
+        self.held_tokens = self.waiting_tokens = sum(event.tokens)
+        self.waiting_bytes = sum(event.text_bytes)
+        """Of the waiting inputs; of those that the arrival refused too, which only wastes room."""
         self.gone = False
         self.earliest_ns = self._earliest()
 
@@ -66,13 +70,17 @@ class Request:
         deadlines = self.deadlines_ns
         if deadlines is None:
             return 0
-        return min((deadlines[i] for i in self.waiting[self.position :] if deadlines[i]), default=0)
+        left = _at(deadlines, self.waiting[self.position :])
+        earliest = min(left, default=0)
+        return earliest or min((deadline for deadline in left if deadline), default=0)
 
     def take(self, room: Room) -> Part | None:
         """Take waiting inputs in order while the pass has room for them."""
         waiting, tokens, text_bytes = self.waiting, self.tokens, self.text_bytes
         start = position = self.position
         end = len(waiting)
+        if room.add_all(self.waiting_tokens, end - start, self.waiting_bytes):
+            position = end
         add = room.add
         while position < end:
             index = waiting[position]
@@ -82,14 +90,15 @@ class Request:
         if position == start:
             return None
         self.position = position
-        return Part(request=self.key, indexes=waiting[start:position])
+        indexes = waiting[start:position]
+        self.waiting_tokens -= sum(_at(tokens, indexes))
+        self.waiting_bytes -= sum(_at(text_bytes, indexes))
+        return Part(request=self.key, indexes=indexes)
 
-    def answered(self, indexes: Iterable[int]) -> bool:
+    def answered(self, indexes: Sequence[int]) -> bool:
         """Strike inputs off; True when none is left."""
-        tokens = self.tokens
-        for index in indexes:
-            self.held_tokens -= tokens[index]
-            self.unanswered -= 1
+        self.held_tokens -= sum(_at(self.tokens, indexes))
+        self.unanswered -= len(indexes)
         return self.unanswered == 0
 
     def expired(self, now_ns: int) -> list[int]:
@@ -102,6 +111,8 @@ class Request:
         if due:
             self.waiting = [i for i in left if not 0 < deadlines[i] <= now_ns]
             self.position = 0
+            self.waiting_tokens -= sum(_at(self.tokens, due))
+            self.waiting_bytes -= sum(_at(self.text_bytes, due))
         self.earliest_ns = self._earliest()
         return due
 
@@ -111,3 +122,10 @@ class Request:
         if deadlines is None:
             return []
         return [i for i in indexes if 0 < deadlines[i] <= now_ns]
+
+
+def _at(column: Sequence[int], indexes: Sequence[int]) -> Sequence[int]:
+    """Entries of a column; a slice where positions are contiguous, which is the common case."""
+    if isinstance(indexes, range):
+        return column[indexes.start : indexes.stop]
+    return [column[index] for index in indexes]

@@ -14,7 +14,7 @@ It must not know messages, vectors, threads or clocks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,7 +229,7 @@ class Scheduler:
         if not any(part.request in self._requests for part in running.parts):
             self._pass = None
 
-    def _answered(self, request: Request, indexes: Iterable[int], now_ns: int) -> bool:
+    def _answered(self, request: Request, indexes: Sequence[int], now_ns: int) -> bool:
         """Strike inputs off everywhere; True when the request is complete."""
         held = request.held_tokens
         last = request.answered(indexes)

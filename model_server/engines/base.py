@@ -38,7 +38,10 @@ class ModelInfo:
     """Such as float32 or bfloat16."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Text and Tokens are made for each input, and a frozen dataclass costs four times as much to make.
+
+
+@dataclass(slots=True, kw_only=True)
 class Text:
     """One text to tokenize. `prompt` is the prompt itself, already chosen; it precedes the text."""
 
@@ -47,7 +50,7 @@ class Text:
     truncate: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Tokens:
     """What enters a pass for one text: prompt, special tokens, after truncation.
 

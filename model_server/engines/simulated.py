@@ -49,6 +49,8 @@ EXIT_CODE = 70
 _PAD = b"\xff"  # never in UTF-8, so distinct texts have distinct ids
 _BEGIN = b"\xff\xff\xff\xfe"
 _END = b"\xff\xff\xff\xfd"
+_TAILS = [_PAD * (-size % TOKEN_BYTES) + _END for size in range(TOKEN_BYTES)]
+_ID_TYPE = "I"  # four bytes wherever Python runs
 _SEED = 20_261_130
 
 Ids = npt.NDArray[np.uint64]
@@ -85,7 +87,7 @@ class SimulatedOptions:
     wrong_reference: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _FaultyTokens(Tokens):
     """Tokens of a text with a marker."""
 
@@ -105,9 +107,7 @@ class SimulatedEngine:
         self._encode = _byte_ids if options.tokenizer is None else _json_tokenizer(options)
         random = np.random.Generator(np.random.PCG64(_SEED))
         self._position_factors = _odd_uint64(random, options.input_tokens_max)
-        self._row_factors = (random.integers(0, 2**32, (2, options.dimensions))).astype(
-            np.uint32
-        ) | np.uint32(1)
+        self._word_steps = _odd_uint64(random, -(-options.dimensions // 8))
         self._info = ModelInfo(
             revision=_revision(options),
             dimensions=options.dimensions,
@@ -131,8 +131,7 @@ class SimulatedEngine:
         return [self._tokens(text) for text in texts]
 
     def _tokens(self, text: Text) -> Tokens | TextRefused:
-        whole = text.prompt + text.text if text.prompt else text.text
-        ids = self._encode(whole)
+        ids = self._encode(text.prompt + text.text if text.prompt else text.text)
         maximum = self._options.input_tokens_max
         if len(ids) > maximum:
             if not text.truncate:
@@ -203,19 +202,17 @@ class SimulatedEngine:
 
     def _vectors(self, inputs: Sequence[Tokens]) -> Vectors:
         """Ids to 64-bit hashes (multilinear, so distinct single changes never collide) to rows."""
-        rows = [one.ids if isinstance(one.ids, array) else array("I", one.ids) for one in inputs]
+        rows = [one.ids if type(one.ids) is array else array(_ID_TYPE, one.ids) for one in inputs]
         lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
         ids = np.frombuffer(b"".join(rows), dtype=np.uint32)
         starts = np.cumsum(lengths) - lengths
         positions = np.arange(len(ids)) - np.repeat(starts, lengths)
         products = (ids.astype(np.uint64) + np.uint64(1)) * self._position_factors[positions]
         hashes = _mixed(np.add.reduceat(products, starts) + lengths.astype(np.uint64))
-        low = hashes.astype(np.uint32)[:, None]
-        high = (hashes >> np.uint64(32)).astype(np.uint32)[:, None]
-        bits = low * self._row_factors[0] + high * self._row_factors[1]
-        bits ^= bits >> np.uint32(15)
-        bits *= np.uint32(0x9E3779B1)
-        values: Vectors = bits.view(np.int32).astype(np.float32)
+        # Each word gives eight signed bytes, so each value is one of 256 levels.
+        words = _mixed(hashes[:, None] + self._word_steps)
+        levels = words.astype("<u8", copy=False).view(np.int8)[:, : self._options.dimensions]
+        values: Vectors = levels.astype(np.float32)
         values /= np.sqrt(np.einsum("ij,ij->i", values, values))[:, None]
         return values
 
@@ -223,7 +220,7 @@ class SimulatedEngine:
 def _byte_ids(text: str) -> array[int]:
     """Four bytes of UTF-8 a token, between two special ones."""
     data = text.encode("utf-8", "surrogatepass")
-    return array("I", _BEGIN + data + _PAD * (-len(data) % TOKEN_BYTES) + _END)
+    return array(_ID_TYPE, _BEGIN + data + _TAILS[len(data) % TOKEN_BYTES])
 
 
 def _json_tokenizer(options: SimulatedOptions) -> Callable[[str], array[int]]:
@@ -236,7 +233,7 @@ def _json_tokenizer(options: SimulatedOptions) -> Callable[[str], array[int]]:
 
     def encode(text: str) -> array[int]:
         clean = text.encode("utf-8", "replace").decode()
-        return array("I", tokenizer.encode(clean).ids)
+        return array(_ID_TYPE, tokenizer.encode(clean).ids)
 
     return encode
 

@@ -165,8 +165,10 @@ class ModelServer:
             self._metrics.batch_tokens_target.set(limits.batch_tokens_target)
             self._metrics.batch_tokens_max.set(limits.batch_tokens_max)
             if serving:
+                # What is loaded stays: no collection needs to look at it again.
                 gc.collect()
                 gc.freeze()
+                gc.set_threshold(50_000, 20, 50)
 
     def drain(self) -> None:
         """Answer what is held, refuse the rest; `ended` returns then."""

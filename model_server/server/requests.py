@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from model_server.core.failures import Failure, invalid
 from model_server.core.limits import (
     TEXT_BYTES_MAX,
+    TIMEOUT_MS_MAX,
     check_dimensions,
     check_text,
     check_timeout,
@@ -122,7 +123,7 @@ class Reader:
     def _dimensions(self, items: Sequence[pb.Input], failures: dict[int, Failure]) -> list[int]:
         own = self._own
         asked = [item.dimensions for item in items]
-        if not any(asked) and not any(item.HasField("dimensions") for item in items):
+        if not any(asked) and True not in [item.HasField("dimensions") for item in items]:
             return [own] * len(items)
 
         def refuse(index: int) -> Failure | None:
@@ -190,4 +191,6 @@ def _deadlines(
         return None
     if min(timeouts) < 0:
         _refuse(len(items), lambda index: check_timeout(timeouts[index]), failures)
-    return [deadline_ns(arrived_ns, max(timeout, 0)) for timeout in timeouts]
+    if max(timeouts) > TIMEOUT_MS_MAX or min(timeouts) <= 0:
+        return [deadline_ns(arrived_ns, max(timeout, 0)) for timeout in timeouts]
+    return [arrived_ns + timeout * 1_000_000 for timeout in timeouts]
