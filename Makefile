@@ -7,6 +7,9 @@
 BIN := .venv/bin
 # More arguments for the command behind a target: make demo ARGS="--queries FILE"
 ARGS ?=
+# Queries of your own for verify and the benches: a file of lines, or of id TAB text.
+QUERIES ?=
+FROM_FILE := $(if $(QUERIES),--queries "$(QUERIES)")
 export MAKECMDGOALS
 
 INSTALLS_FROM := pyproject.toml ops/env/install.sh ops/constraints/torch.txt ops/constraints/build.txt ops/constraints/demo-model.txt
@@ -62,7 +65,7 @@ lint-protos: $(DEV)
 	$(BIN)/python ops/protos.py --check
 
 lint-docker: $(DEV)
-	$(BIN)/hadolint ops/docker/*.Dockerfile
+	$(BIN)/hadolint ops/docker/*.Dockerfile ops/compose/standins/*.Dockerfile
 
 format: $(DEV) ## Format the code and sort its imports
 	$(BIN)/ruff check --fix-only .
@@ -82,20 +85,24 @@ kafka: $(RUN) ## One real Apache Kafka node in the foreground (Java 17, Maven)
 
 .PHONY: bench-hotpath bench-latency bench-claims
 bench-hotpath: $(RUN) ## CPU per query and queries per second of one aggregator (JSON=1: JSON arrays)
-	@$(BIN)/python -m ops.bench.hotpath $(if $(filter 1,$(JSON)),--json-arrays) $(ARGS)
+	@$(BIN)/python -m ops.bench.hotpath $(if $(filter 1,$(JSON)),--json-arrays) $(FROM_FILE) $(ARGS)
 
 bench-latency: $(RUN) ## What the aggregator adds to latency at 100 queries per second
-	@$(BIN)/python -m ops.bench.latency $(ARGS)
+	@$(BIN)/python -m ops.bench.latency $(FROM_FILE) $(ARGS)
 
 bench-claims: $(RUN) ## How full claims and passes are against the target
-	@$(BIN)/python -m ops.bench.claims $(ARGS)
+	@$(BIN)/python -m ops.bench.claims $(FROM_FILE) $(ARGS)
+
+.PHONY: verify
+verify: $(DEV) ## Every query of QUERIES=FILE one result, each vector that of its text alone
+	@$(BIN)/python -m ops.verify $(FROM_FILE) $(ARGS)
 
 .PHONY: up down test-compose
 up: ## The whole stack in containers, in the background (Docker with compose)
-	sh ops/compose/stack.sh up
+	docker compose up --build --detach --wait
 
-down: ## Stop that stack and remove what it made
-	sh ops/compose/stack.sh down
+down: ## Stop that stack and remove its containers, network and data
+	docker compose down --volumes
 
 test-compose: $(RUN) ## Build the images, run the stack, check vectors, take it down
 	$(BIN)/python -m ops.compose.check $(ARGS)
