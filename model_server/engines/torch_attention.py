@@ -142,13 +142,12 @@ def _refuse_unknown(
 def _causal_and_window(
     module: torch.nn.Module, is_causal: bool | None, sliding_window: int | None
 ) -> tuple[bool, int | None]:
-    if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
-    config_causal = getattr(getattr(module, "config", None), "is_causal", True)
-    if is_causal and not config_causal:
-        # A decoder made to see both ways: transformers' mask for it includes the window's edge.
-        return False, None if sliding_window is None else sliding_window + 1
-    return is_causal, sliding_window
+    made_causal = bool(getattr(module, "is_causal", True))
+    causal = made_causal if is_causal is None else is_causal
+    if made_causal and not causal and sliding_window is not None:
+        # A decoder told to see both ways: transformers' mask for it takes in the window's edge.
+        return False, sliding_window + 1
+    return causal, sliding_window
 
 
 def _run_attention(

@@ -187,16 +187,14 @@ class _PackedModel:
         count = np.asarray(lengths, dtype=np.int64)
         starts = np.cumsum(count) - count
         if self._position_offset == 0:
-            positions: Ids = np.arange(len(ids)) - np.repeat(starts, count)
-            return positions
+            return np.asarray(np.arange(len(ids)) - np.repeat(starts, count))
         # RoBERTa's way (transformers' create_position_ids_from_input_ids): padding tokens, which a
         # text may spell out, have the padding position and are not counted.
         padding = self._position_offset - 1
         real = (ids != padding).astype(np.int64)
         before = np.concatenate([[0], np.cumsum(real)])
         place = before[1:] - np.repeat(before[starts], count)
-        positions = place * real + padding
-        return positions
+        return np.asarray(place * real + padding)
 
     def probe(self) -> None:
         """Embed random ids together and alone: tells whether texts are kept apart.
