@@ -28,11 +28,13 @@ from aggregator.commands.demo_queries import (
     demo_queries,
     read_queries,
 )
-from aggregator.commands.demo_report import Figures, screen
+from aggregator.commands.demo_report import screen
 from aggregator.commands.demo_stack import Stack, StackError, StackOptions
 from aggregator.commands.demo_steps import Steps
 from aggregator.commands.kafka_client import KafkaClientError
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
@@ -95,26 +97,35 @@ def demo(
 
     Needs no Docker, Java or GPU. Exits with 1 unless every query got exactly one vector.
     """
-    folder = Path(tempfile.mkdtemp(prefix="aggregator-demo-"))
     steps = Steps(Console(highlight=False))
     try:
         with _signals_as_interrupts():
             texts = _texts(queries_file, size)
             path, name = _model(model, engine)
-            options = StackOptions(
-                folder=folder, engine=engine, model=path, model_name=name, broker=broker
-            )
-            figures = _run(options, texts, seconds, steps, json_file=json_file, keep=keep)
-    except (StackError, ChildError, KafkaClientError) as error:
-        raise click.ClickException(f"{error}\nThe logs are in {folder}") from error
-    except (OSError, ValueError) as error:
+            with _log_folder() as folder:
+                options = StackOptions(
+                    folder=folder, engine=engine, model=path, model_name=name, broker=broker
+                )
+                _run(options, texts, seconds, steps, json_file=json_file, keep=keep)
+    except (StackError, ChildError, KafkaClientError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         steps.say("stopped")
+        raise SystemExit(INTERRUPTED) from None
+
+
+@contextmanager
+def _log_folder() -> Iterator[Path]:
+    """A folder for the children's logs, which stays there, and is named, when something fails."""
+    folder = Path(tempfile.mkdtemp(prefix="aggregator-demo-"))
+    try:
+        yield folder
+    except KeyboardInterrupt:
         shutil.rmtree(folder)
-        raise SystemExit(130) from None
-    if not figures.delivery.exact:
-        raise click.ClickException(f"not every query got exactly one vector; the logs are {folder}")
+        raise
+    except Exception:
+        click.echo(f"The logs are in {folder}", err=True)
+        raise
     shutil.rmtree(folder)
 
 
@@ -162,7 +173,14 @@ def _run(
     *,
     json_file: Path | None,
     keep: bool,
-) -> Figures:
+) -> None:
+    """Run it all.
+
+    Raises:
+        StackError: not every query got exactly one vector, or the stack did not come up.
+        ChildError: a child ended by itself.
+        KafkaClientError: the broker has gone.
+    """
     with Stack(options, steps.say) as stack:
         figures = measure(stack, texts, seconds, steps)
         steps.console.print(screen(figures))
@@ -171,7 +189,8 @@ def _run(
         if keep:
             _keep(stack, options.model_name, steps)
         steps.say("stopping")
-    return figures
+    if not figures.delivery.exact:
+        raise StackError("not every query got exactly one vector")
 
 
 def _keep(stack: Stack, model_name: str, steps: Steps) -> None:

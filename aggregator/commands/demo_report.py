@@ -148,7 +148,7 @@ def _numbers(figures: Figures) -> Table:
     row(
         "Passes",
         f"{figures.pass_tokens_mean:,.0f} tokens",
-        f"{figures.pass_tokens_mean / max(target, 1):.0%} of the target of {target}; "
+        f"{figures.pass_tokens_mean / max(target, 1):.0%} of target {target}; "
         f"{figures.passes:,} passes of {figures.pass_queries_mean:.0f} queries",
     )
     row(

@@ -105,18 +105,21 @@ def test_a_child_that_fails_is_told_with_its_log(tmp_path: Path) -> None:
     assert last == "    it broke"
 
 
-def test_a_child_has_none_of_the_owners_settings(
+def test_a_child_has_the_settings_it_is_given_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGGREGATOR_GROUP_ID", "somebody's")
     monkeypatch.setenv("MODEL_SERVER_DTYPE", "somebody's")
     monkeypatch.setenv("OTHER", "kept")
     program = "import os, time; print(*sorted(os.environ), flush=True); time.sleep(600)"
-    with Child("sleeper", [sys.executable, "-c", program], tmp_path / "log") as child:
+    given = {"AGGREGATOR_LOG_LEVEL": "info"}
+    command = [sys.executable, "-c", program]
+    with Child("sleeper", command, tmp_path / "log", settings=given) as child:
         until(lambda: child.log.read_text().endswith("\n"))
         names = child.log.read_text().split()
     assert "OTHER" in names
-    assert not [name for name in names if name.startswith(("AGGREGATOR_", "MODEL_SERVER_"))]
+    ours = [name for name in names if name.startswith(("AGGREGATOR_", "MODEL_SERVER_"))]
+    assert ours == ["AGGREGATOR_LOG_LEVEL"]
 
 
 def test_free_ports_are_different() -> None:

@@ -1,0 +1,149 @@
+"""The demo as a newcomer runs it: what it prints, what it writes, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.demo_process import DEADLINE_S, DemoProcess
+
+QUICK = ("--engine", "simulated", "--size", "200", "--seconds", "1")
+
+
+@pytest.mark.mock_broker
+def test_every_query_gets_one_result_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    figures_file = tmp_path / "figures.json"
+    with DemoProcess(*QUICK, "--json", str(figures_file)) as demo:
+        assert demo.ended() == 0, demo.output
+        assert demo.processes() == []
+        assert list(demo.folder.iterdir()) == []
+        output = demo.output
+    steps = re.findall(r"^ *\d+\.\d s  (.*)$", output, re.MULTILINE)
+    assert steps[0].startswith("embedded Kafka broker at 127.0.0.1:")
+    assert "keeps about 5 MB a partition" in steps[1]
+    assert steps[-1] == "stopping"
+    assert "queries, each with exactly one result" in output
+    assert output.count("Nearest to") == 3
+
+    figures = json.loads(figures_file.read_text())
+    delivery = figures["delivery"]
+    assert delivery["sent"] == delivery["results_ok"] > 200
+    assert (delivery["results_error"], delivery["missing"], delivery["duplicates"]) == (0, 0, 0)
+    assert figures["flood_queries"] == 200
+    # 200 inputs went through the passes of the flood, no fewer and no more.
+    assert figures["passes"] * figures["pass_queries_mean"] == pytest.approx(200)
+    assert 0 < figures["pass_tokens_mean"] <= figures["batch_tokens_target"] == 600
+    latency = figures["paced_latency"]
+    assert 0 < latency["p50_ms"] <= latency["p90_ms"] <= latency["p99_ms"]
+    assert figures["one_by_one_queries"] == 200
+    assert figures["cosine_min"] >= 0.9999
+    assert figures["estimate_error_after_ratio"] > 0
+    assert figures["estimate_error_before_ratio"] > 0
+
+
+@pytest.mark.mock_broker
+@pytest.mark.torch
+def test_with_the_real_model_the_neighbours_mean_something(tmp_path: Path) -> None:
+    queries = tmp_path / "queries.txt"
+    groups = {
+        "cooking": ["how to bake sourdough bread", "recipe for bread with yeast", "baking a loaf"],
+        "space": [
+            "when is the next lunar eclipse",
+            "eclipse of the moon dates",
+            "moon shadow date",
+        ],
+        "money": ["should i pay off my mortgage early", "home loan early repayment", "loan payoff"],
+    }
+    queries.write_text("\n".join(text for texts in groups.values() for text in texts), "utf-8")
+    figures_file = tmp_path / "figures.json"
+    with DemoProcess(
+        "--queries", str(queries), "--seconds", "1", "--json", str(figures_file)
+    ) as demo:
+        assert demo.ended() == 0, demo.output
+    figures = json.loads(figures_file.read_text())
+    assert figures["engine"]["model"] == "all-MiniLM-L6-v2"
+    assert figures["engine"]["dimensions"] == 384
+    assert figures["cosine_min"] >= 0.9999
+    assert len(figures["neighbourhoods"]) == 3
+    for neighbourhood in figures["neighbourhoods"]:
+        (group,) = (texts for texts in groups.values() if neighbourhood["text"] in texts)
+        nearest = [near["text"] for near in neighbourhood["nearest"][:2]]
+        assert set(nearest) <= set(group), neighbourhood
+
+
+@pytest.mark.mock_broker
+@pytest.mark.parametrize(
+    "moment", ["embedded Kafka broker", "model server at", "model server ready", "warm up"]
+)
+@pytest.mark.parametrize("how", ["ctrl-c", "SIGTERM", "SIGKILL"])
+def test_it_leaves_no_process_whenever_it_is_ended(moment: str, how: str) -> None:
+    with DemoProcess(*QUICK) as demo:
+        demo.wait_for(moment)
+        if how == "ctrl-c":
+            demo.ctrl_c()
+        else:
+            demo.process.send_signal(signal.Signals[how])
+        status = demo.ended()
+        demo.until_gone()
+        if how == "SIGKILL":
+            assert status == -signal.SIGKILL
+        else:
+            assert (status, list(demo.folder.iterdir())) == (130, []), demo.output
+            assert demo.output.rstrip().endswith("stopped")
+
+
+@pytest.mark.mock_broker
+def test_keep_says_how_to_send_and_ctrl_c_ends_it() -> None:
+    with DemoProcess(*QUICK, "--keep") as demo:
+        demo.wait_for("Ctrl-C ends it all")
+        command = demo.wait_for(r"aggregator (send -b .*)").group(1)
+        sent = subprocess.run(
+            [sys.executable, "-m", "aggregator", *shlex.split(command)],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert sent.returncode == 0, sent.stderr
+        assert "384 dims" in sent.stdout
+        for tool in ("aggregator tail -b", "kcat -P -b", "kcat -C -b", "grpcurl -plaintext"):
+            assert tool in demo.output
+        demo.ctrl_c()
+        assert demo.ended() == 0, demo.output
+        assert (demo.processes(), list(demo.folder.iterdir())) == ([], [])
+
+
+@pytest.mark.mock_broker
+def test_a_model_that_is_not_there_is_told_with_the_servers_log() -> None:
+    with DemoProcess("--model", "./no-such-folder") as demo:
+        assert demo.ended() == 1
+        assert "Error: the model server ended by itself with status 1" in demo.output
+        assert "no-such-folder" in demo.output
+        (folder,) = demo.folder.iterdir()
+        assert f"The logs are in {folder}" in demo.output
+        assert (folder / "model-server.log").exists()
+        assert demo.processes() == []
+
+
+def test_a_broker_that_is_not_there_is_one_clear_line() -> None:
+    with DemoProcess(*QUICK, "--broker", "127.0.0.1:1") as demo:
+        assert demo.ended() == 1
+        assert "Error: creating the topics failed: " in demo.output
+        assert "127.0.0.1:1" in demo.output
+        assert demo.processes() == []
+
+
+def test_queries_that_cant_be_read_are_refused_at_once(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    with DemoProcess("--queries", str(empty)) as demo:
+        assert demo.ended() == 1
+        assert demo.output == f"Error: {empty} holds no queries: one a line is expected\n"
+        assert list(demo.folder.iterdir()) == []
