@@ -342,12 +342,16 @@ class BrokerWorld(World):
             closer()
 
 
-EVERYWHERE = [
-    pytest.param("mock", marks=pytest.mark.mock_broker),
-    pytest.param("kafka-classic", marks=pytest.mark.kafka),
-    pytest.param("kafka-consumer", marks=pytest.mark.kafka),
-]
-"""Parameters of a `world` fixture."""
+_MOCK = pytest.param("mock", marks=pytest.mark.mock_broker)
+_CLASSIC = pytest.param("kafka-classic", marks=pytest.mark.kafka)
+_CONSUMER = pytest.param("kafka-consumer", marks=pytest.mark.kafka)
+
+TRUTHFUL = [_CLASSIC, _CONSUMER]
+"""Parameters of a world fixture: worlds that know transactions, retention and topic settings."""
+EVERYWHERE = [*TRUTHFUL, _MOCK]
+ONE_OF_EACH_TRUTHFUL = [_CONSUMER]
+"""For what is the same in both group protocols."""
+ONE_OF_EACH = [*ONE_OF_EACH_TRUTHFUL, _MOCK]
 
 
 def make_world(request: pytest.FixtureRequest) -> Iterator[World]:

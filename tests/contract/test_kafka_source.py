@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,8 +19,11 @@ from aggregator.core.events import (
     PartitionsLost,
     PartitionsRevoking,
 )
+from ops.kafka.node import KafkaNode
 from tests.contract.kafka_world import (
     EVERYWHERE,
+    TRUTHFUL,
+    BrokerWorld,
     Record,
     Source,
     Told,
@@ -35,8 +40,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     yield from make_world(request)
 
 
-def records(count: int, prefix: str = "") -> list[Record]:
-    return [(None, f"{prefix}{i}".encode(), None) for i in range(count)]
+def records(number: int) -> list[Record]:
+    return [(None, str(i).encode(), None) for i in range(number)]
 
 
 def test_records_come_in_order_with_positions(world: World) -> None:
@@ -227,8 +232,12 @@ def test_revoke_overtakes_a_commit_in_flight(world: World) -> None:
     assert [told.answer(i) for i in (1, 2, 3)] == [CommitDone(commit_id=i) for i in (1, 2, 3)]
     source.release(revoking.revoke_id)
     kept = next(other for other in told.epochs if other != tp)
-    source.commit(commit_of(told, 4, {kept: 6}))
-    told.wait(lambda: told.answer(4))
+    # In the middle of a classic rebalance the broker refuses commits for a moment.
+    for i in count(4):
+        source.commit(commit_of(told, i, {kept: 6}))
+        told.wait(partial(told.answer, i))
+        if told.answer(i) == CommitDone(commit_id=i):
+            break
     assert (world.committed(tp), world.committed(kept)) == (5, 6)
 
 
@@ -297,6 +306,101 @@ def test_paused_partition_stays_paused_through_a_rebalance_when_paused_again(wor
     source.resume([kept])
     told.wait(lambda: len(told.offsets(kept)) == 8)
     assert told.offsets(kept) == list(range(8))
+
+
+def test_paused_consumer_stays_in_the_group(world: World) -> None:
+    """A window may be full for longer than `max.poll.interval.ms`: polls go on."""
+    topic = world.topic()
+    tp = (topic, 0)
+    world.write(topic, records(4))
+    source, told = world.source(topic, max_poll_interval_ms=1_200, session_timeout_ms=1_200)
+    told.wait(lambda: len(told.records) == 4)
+    source.pause([tp])
+    started = time.monotonic()
+    for i in count(1):
+        source.commit(commit_of(told, i, {tp: min(i, 4)}))
+        told.wait(partial(told.answer, i))
+        if time.monotonic() - started > 2.5:
+            break
+    source.resume([tp])
+    world.write(topic, records(4))
+    told.wait(lambda: len(told.records) == 8)
+    assert told.offsets(tp) == list(range(8))
+    assert told.of(PartitionsLost) == told.of(PartitionsRevoking) == []
+
+
+@pytest.fixture(params=TRUTHFUL)
+def true_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Each world that knows transactions, retention and topics that don't exist."""
+    yield from make_world(request)
+
+
+def test_positions_pass_over_what_is_no_record(true_world: World) -> None:
+    world = true_world
+    topic = world.topic()
+    tp = (topic, 0)
+    world.write(topic, records(2))
+    _, told = world.source(topic)
+    told.wait(lambda: told.positions.get(tp) == 2)
+    world.write_aborted(topic, 3)  # and its marker
+    told.wait(lambda: told.positions.get(tp) == 6)
+    assert told.batches[-1].messages == []
+    world.write(topic, records(1))
+    told.wait(lambda: told.positions.get(tp) == 7)
+    assert told.offsets(tp) == [0, 1, 6]
+    assert told.losses == []
+
+
+def test_records_deleted_before_the_group_came_back_are_counted(true_world: World) -> None:
+    world = true_world
+    topic = world.topic(partitions=2)
+    tp, other = (topic, 0), (topic, 1)
+    world.write(topic, records(20))
+    world.write(topic, records(20), partition=1)
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 40)
+    source.commit(commit_of(told, 1, {tp: 5, other: 5}))
+    told.wait(lambda: told.answer(1))
+    assert source.close(60)
+    world.delete_records(tp, 12)
+    world.delete_records(other, 5)  # nothing that we had not committed
+    _, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 8 + 15)
+    assert told.losses == [(tp, 7)]
+
+
+def test_records_deleted_while_paused_are_counted(true_world: World) -> None:
+    world = true_world
+    topic = world.topic()
+    tp = (topic, 0)
+    world.write(topic, records(10))
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 10)
+    # Deleted after they were read: not lost.
+    world.delete_records(tp, 8)
+    world.write(topic, records(10))
+    told.wait(lambda: len(told.records) == 20)
+    assert told.losses == []
+    source.pause([tp])
+    source.commit(commit_of(told, 1, {tp: 20}, synchronous=True))
+    told.wait(lambda: told.answer(1))
+    world.write(topic, records(10))
+    world.delete_records(tp, 26)
+    source.resume([tp])
+    told.wait(lambda: len(told.records) == 24)
+    assert told.losses == [(tp, 6)]
+
+
+@pytest.mark.kafka
+def test_missing_topic_is_one_clear_error(kafka: KafkaNode) -> None:
+    """With KIP-848 the group waits for the topic to appear: the check at start finds it missing."""
+    world = BrokerWorld(kafka.bootstrap_servers, "classic")
+    try:
+        _, told = world.source("no-such-topic")
+        told.wait(lambda: any(fatal for _, fatal in told.faults))
+        assert "no-such-topic" in told.faults[-1][0]
+    finally:
+        world.close()
 
 
 def test_stopped_source_reads_nothing_but_commits_and_leaves(world: World) -> None:
