@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,9 @@ from model_server.settings import (
     load_settings,
     printable,
 )
+
+if TYPE_CHECKING:
+    from model_server.telemetry.logs import Logger
 
 EXIT_FAILED = 1
 EXAMPLES_SERVE = """\b
@@ -86,20 +89,46 @@ def _serve(settings: ModelServerSettings) -> None:
     log = configure_logs(settings.log_format, settings.log_level)
     try:
         folder = model_folder(settings)
+        cache_dir = _cache_dir(settings, log)
         ended = asyncio.run(
-            serve_until_ended(settings, lambda: create_engine(settings, folder), log=log)
+            serve_until_ended(
+                settings,
+                lambda: create_engine(settings, folder, cache_dir),
+                log=log,
+                cache_dir=cache_dir,
+            )
         )
     except (HubError, ServeError) as error:
         raise click.ClickException(str(error)) from error
     if ended.message is None:
         log.info("stopped")
-        return
-    click.echo(f"Error: {' '.join(ended.message.split())}", err=True)
+    else:
+        click.echo(f"Error: {' '.join(ended.message.split())}", err=True)
+    code = 0 if ended.message is None else EXIT_FAILED
     if ended.hangs:
-        # Interpreter shutdown would wait for, or crash in, the thread that never returns.
+        # Interpreter shutdown would wait for, or crash in, the thread that still runs.
         sys.stderr.flush()
-        os._exit(EXIT_FAILED)
-    sys.exit(EXIT_FAILED)
+        os._exit(code)
+    sys.exit(code)
+
+
+def _cache_dir(settings: ModelServerSettings, log: Logger) -> Path | None:
+    """A folder to keep what can be made again. None: there is none, and starts take longer.
+
+    The simulated engine's reference costs nothing, and its faults must not be kept.
+    """
+    if settings.engine == "simulated":
+        return None
+    folder = settings.cache_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        log.warning("nothing is cached", reason=f"{folder} can't be written to")
+        return None
+    return folder
 
 
 @main.command(epilog=EXAMPLES_EMBED)
@@ -118,7 +147,7 @@ def embed(texts: tuple[str, ...], server: str, timeout_s: float, **options: Any)
     """
     from model_server.embed_client import EmbedError, EmbedOptions, embed_texts  # noqa: PLC0415
 
-    given = list(texts) or [line.rstrip("\n") for line in click.get_text_stream("stdin")]
+    given = list(texts) or [line.rstrip("\n") for line in sys.stdin]
     given = [text for text in given if text]
     if not given:
         raise click.ClickException("no texts: give them as arguments or as lines of standard input")

@@ -123,7 +123,7 @@ class ModelServerSettings(BaseSettings):
     input_tokens_max: Positive | None = None
     """Lowers the model's own maximum."""
     cache_dir: Path | None = None
-    """Where golden vectors are kept; absent: a folder of the user's cache."""
+    """Where golden vectors and hashes are kept; absent: `token-batching` in the user's cache."""
     golden_cosine_min: Annotated[float, Field(gt=0, le=1)] | None = None
     """Agreement demanded of the golden vectors; absent: by precision."""
 
@@ -184,6 +184,11 @@ class ModelServerSettings(BaseSettings):
     def target(self) -> int:
         """Tokens aimed at for a pass."""
         return self.batch_tokens_target or DEFAULT_TARGETS[self.engine]
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where what can be made again is kept."""
+        return self.cache_dir or Path.home() / ".cache" / "token-batching"
 
     @property
     def target_source(self) -> str:

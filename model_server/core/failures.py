@@ -29,7 +29,6 @@ class Reason(StrEnum):
     """`google.rpc.ErrorInfo.reason`."""
 
     INVALID_FIELD = "INVALID_FIELD"
-    INVALID_REQUEST_ID = "INVALID_REQUEST_ID"
     MODEL_UNKNOWN = "MODEL_UNKNOWN"
     EXPIRED = "EXPIRED"
     ENGINE_FAILED_ALONE = "ENGINE_FAILED_ALONE"

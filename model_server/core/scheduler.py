@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aggregator.core.packing import PackLimits, Room
 from model_server.core.effects import (
     Announce,
     Answer,
@@ -59,11 +58,10 @@ from model_server.core.failures import (
     not_started,
     too_much_held,
 )
-from model_server.core.isolation import Isolation
 from model_server.core.lifecycle import Lifecycle, Phase
 from model_server.core.limits import Limits
 from model_server.core.pass_times import PassTimes
-from model_server.core.queue import WaitingQueue
+from model_server.core.passes import Passes
 from model_server.core.requests import Request
 from model_server.core.streams import Streams
 
@@ -103,8 +101,7 @@ class Scheduler:
         self._limits = options.limits
         self._requests: dict[int, Request] = {}
         self._streams = Streams()
-        self._queue = WaitingQueue()
-        self._isolation = Isolation()
+        self._passes = Passes(self._requests)
         self._times = PassTimes()
         self._pass: _Pass | None = None
         self._pass_id = 0
@@ -196,7 +193,7 @@ class Scheduler:
         request = Request(event)
         if request.unanswered:
             self._requests[request.key] = request
-            self._queue.push(request)
+            self._passes.queue.push(request)
             self._streams.hold(request, now_ns)
             if request.earliest_ns:
                 heapq.heappush(self._expiries, (request.earliest_ns, request.key))
@@ -253,9 +250,12 @@ class Scheduler:
 
     def _advance(self, now_ns: int) -> None:
         """The engine is free: start the next pass, or say that it is idle."""
-        chosen = self._choose(now_ns)
-        if chosen is not None:
-            self._start(*chosen, now_ns)
+        self._expire(now_ns)
+        chosen = self._passes.next(self._limits, now_ns)
+        for part in chosen.expired:
+            self._fail(part.request, part.indexes, EXPIRED, now_ns)
+        if chosen.kind is not None:
+            self._start(chosen.kind, chosen.parts, chosen.tokens, now_ns)
             return
         if not self._idle_said:
             self._idle_said = True
@@ -263,50 +263,6 @@ class Scheduler:
             self._streams.said_to_all(now_ns)
         if self._lifecycle.phase is Phase.DRAINING and not self._requests:
             self._stop(None)
-
-    def _choose(self, now_ns: int) -> tuple[PassKind, Sequence[Part], int] | None:
-        if self._isolation.suspect is not None:
-            self._queue.note_other_pass()
-            return PassKind.CANARY, (), 0
-        while (half := self._isolation.next_half()) is not None:
-            parts = self._live(half, now_ns)
-            if parts:
-                self._queue.note_other_pass()
-                return PassKind.ISOLATION, parts, self._tokens(parts)
-        limits = PackLimits(
-            tokens=self._limits.batch_tokens_target,
-            inputs=self._limits.inputs_max,
-            size_bytes=self._limits.request_bytes_max,
-        )
-        self._expire(now_ns)
-        exclusive = self._queue.exclusive_turn()
-        if exclusive is not None:
-            room = Room(limits)
-            part = exclusive.take(room)
-            if part is not None:
-                self._queue.note_other_pass()
-                return PassKind.EXCLUSIVE, (part,), room.tokens
-        cut, tokens = self._queue.cut(limits)
-        return (PassKind.NORMAL, cut, tokens) if cut else None
-
-    def _tokens(self, parts: Sequence[Part]) -> int:
-        """Exact tokens of parts whose requests are alive."""
-        return sum(self._requests[p.request].tokens[i] for p in parts for i in p.indexes)
-
-    def _live(self, parts: Sequence[Part], now_ns: int) -> list[Part]:
-        """What is left of parts taken earlier: without the gone, and without the expired."""
-        live: list[Part] = []
-        for part in parts:
-            request = self._requests.get(part.request)
-            if request is None:
-                continue
-            due = request.expired_of(part.indexes, now_ns)
-            if due:
-                self._fail(part.request, due, EXPIRED, now_ns)
-            left = [i for i in part.indexes if i not in due] if due else part.indexes
-            if left:
-                live.append(Part(request=part.request, indexes=left))
-        return live
 
     def _start(self, kind: PassKind, parts: Sequence[Part], tokens: int, now_ns: int) -> None:
         self._pass_id += 1
@@ -366,7 +322,7 @@ class Scheduler:
         if ended is None:
             return
         if ended.kind is PassKind.CANARY:
-            suspect = self._isolation.convicted()
+            suspect = self._passes.isolation.convicted()
             failure = failed_alone(suspect.message)
             self._fail(suspect.part.request, suspect.part.indexes, failure, now_ns)
             return
@@ -402,9 +358,11 @@ class Scheduler:
             self._limits = self._limits.lowered(ended.tokens // 2)
             self._out.append(MaximumLowered(batch_tokens_max=self._limits.batch_tokens_max))
             self._share_windows(now_ns, always=self._streams.open_streams())
-        live = self._live(ended.parts, now_ns)
+        live, expired = self._passes.live(ended.parts, now_ns)
+        for part in expired:
+            self._fail(part.request, part.indexes, EXPIRED, now_ns)
         if live:
-            self._isolation.raised(live, event.message)
+            self._passes.isolation.raised(live, event.message)
 
     # The engine's life
 
@@ -437,7 +395,7 @@ class Scheduler:
         for part in in_pass:
             self._fail(part.request, part.indexes, failure, now_ns)
         rest = not_started("The engine was lost before this input's pass.")
-        for part in self._isolation.parts():
+        for part in self._passes.isolation.parts():
             self._fail(part.request, part.indexes, rest, now_ns)
         for request in list(self._requests.values()):
             waiting = request.waiting[request.position :]
@@ -446,8 +404,7 @@ class Scheduler:
                 self._out.append(Refuse(request=request.key, failure=rest))
             else:
                 self._fail(request.key, waiting, rest, now_ns)
-        self._isolation.clear()
-        self._queue.clear()
+        self._passes.clear()
         self._pass = None
         self._idle_said = True
 
@@ -508,8 +465,10 @@ class Scheduler:
 
     def _arm(self, now_ns: int) -> None:
         """Ask for the next `Tick`, if it must come sooner than asked for, or none is due."""
-        at_ns = self._expiries[0][0] if self._expiries else 0
-        times: list[int] = [at_ns] if at_ns else []
+        heap = self._expiries
+        while heap and heap[0][1] not in self._requests:
+            heapq.heappop(heap)
+        times: list[int] = [heap[0][0]] if heap else []
         if self._pass is not None:
             limit = self._options.pass_timeout_ns if self._pass.started else ANNOUNCE_TIMEOUT_NS
             times.append(self._pass.since_ns + limit)

@@ -16,8 +16,12 @@ class EngineUnavailableError(Exception):
     """The engine can't be made here; the message is one line."""
 
 
-def create_engine(settings: ModelServerSettings, model_folder: Path | None) -> Engine:
+def create_engine(
+    settings: ModelServerSettings, model_folder: Path | None, cache_dir: Path | None = None
+) -> Engine:
     """Load the engine that the settings name, with the model of a local folder.
+
+    `cache_dir`: a folder that can be written to, if there is one.
 
     Raises:
         EngineUnavailableError: its packages are not installed.
@@ -44,7 +48,7 @@ def create_engine(settings: ModelServerSettings, model_folder: Path | None) -> E
             threads=settings.threads,
             pooling=settings.pooling,
             input_tokens_max=settings.input_tokens_max,
-            cache_dir=settings.cache_dir,
+            cache_dir=cache_dir,
         )
     )
 

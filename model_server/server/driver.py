@@ -44,13 +44,7 @@ from model_server.core.events import (
     StreamOpened,
     Tick,
 )
-from model_server.core.failures import (
-    Failure,
-    invalid,
-    model_unknown,
-    not_started,
-    too_much_held,
-)
+from model_server.core.failures import Failure, not_started, too_much_held
 from model_server.core.lifecycle import Phase
 from model_server.core.scheduler import Scheduler, SchedulerOptions
 from model_server.engines.base import (
@@ -62,12 +56,12 @@ from model_server.engines.base import (
 )
 from model_server.server.answers import group_answers
 from model_server.server.calls import Caller, Held, Timing
+from model_server.server.intake import Intake
 from model_server.server.jobs import Ran, embed, tokenize
-from model_server.server.requests import Columns, Reader
+from model_server.server.requests import Columns
 from model_server.server.sessions import Session
 from model_server.server.startup import Started
 from model_server.server.workers import Worker
-from model_server.vectors import Encoding
 from protos.embedding.v1 import embedding_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -110,7 +104,7 @@ class Driver:
         self._engine_worker = Worker("engine", loop)
         self._token_worker = Worker("tokenizer", loop)
         self._started: Started | None = None
-        self._reader: Reader | None = None
+        self._intake: Intake | None = None
         self._sessions: dict[int, Session] = {}
         self._held: dict[int, Held] = {}
         self._stream_id = UNARY
@@ -167,7 +161,7 @@ class Driver:
 
     def not_serving(self) -> Failure | None:
         """Why nothing can be taken now; None: it can."""
-        if self._phase is Phase.SERVING and self._reader is not None:
+        if self._phase is Phase.SERVING:
             return None
         return not_started(f"The server is {self._phase}.")
 
@@ -196,7 +190,7 @@ class Driver:
             self._halt(Halt(message=str(error) or type(error).__name__))
             return
         self._started = result
-        self._reader = Reader(result.engine.info)
+        self._intake = Intake(self._options.model, result.engine.info)
         self._feed(EngineReady(limits=result.limits, pass_samples=result.pass_samples))
 
     def _restart_engine(self, effect: RestartEngine) -> None:
@@ -276,9 +270,8 @@ class Driver:
     def take_stream_request(self, session: Session, request: pb.EmbedStreamRequest) -> None:
         """Check, tokenize, schedule."""
         arrived_ns = time.monotonic_ns()
-        columns = self._columns(request, arrived_ns)
+        columns = self._read(request, arrived_ns)
         if isinstance(columns, Failure):
-            self._count_refused(columns)
             session.refuse_id(request.request_id, columns)
             return
         held = self._hold(session, columns, arrived_ns, session.stream, request.request_id)
@@ -292,11 +285,9 @@ class Driver:
         if self._untokenized_unary >= UNTOKENIZED_UNARY_MAX:
             return too_much_held("Too many unary calls wait for the tokenizer.", 100)
         arrived_ns = time.monotonic_ns()
-        columns = self._columns(request, arrived_ns)
+        columns = self._read(request, arrived_ns)
         if isinstance(columns, Failure):
             return columns
-        if request.float_values and any(e != Encoding.FLOAT32 for e in columns.encodings):
-            return invalid("float_values", "float_values is for encoding float32 only.")
         held = self._hold(caller, columns, arrived_ns, UNARY, 0)
         held.bulk = request.priority == pb.PRIORITY_BULK
         self._untokenized_unary += 1
@@ -311,24 +302,18 @@ class Driver:
         if self._held.pop(key, None) is not None:
             self._feed(RequestCancelled(request=key))
 
-    def _columns(
+    def _read(
         self, request: pb.EmbedStreamRequest | pb.EmbedRequest, arrived_ns: int
     ) -> Columns | Failure:
-        """A request's inputs, or why all of it is refused."""
-        reader = self._reader
-        failure = self.not_serving()
-        if failure is not None or reader is None:
-            return failure or not_started("The server is loading.")
-        if request.HasField("model") and request.model != self._options.model:
-            return model_unknown(request.model, self._options.model)
-        limits = self._scheduler.limits
-        count = len(request.inputs)
-        failure = limits.check_request(inputs=count, request_bytes=0)
-        if failure is not None:
-            return failure
-        columns = reader.read(request.inputs, arrived_ns)
-        failure = limits.check_request(inputs=count, request_bytes=sum(columns.text_bytes))
-        return failure or columns
+        """A request's inputs, or why all of it is refused; a refusal is counted."""
+        read: Columns | Failure | None = self.not_serving()
+        if read is None and self._intake is not None:
+            read = self._intake.read(request, self._scheduler.limits, arrived_ns)
+        if read is None:
+            raise RuntimeError("the server serves without a model")
+        if isinstance(read, Failure):
+            self._count_refused(read)
+        return read
 
     def _hold(
         self, caller: Caller, columns: Columns, arrived_ns: int, stream: int, request_id: int

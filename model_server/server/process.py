@@ -70,7 +70,12 @@ class ModelServer:
     """A server in this process; `start`, then `serving`, then `drain` or `ended`."""
 
     def __init__(
-        self, settings: ModelServerSettings, load: Callable[[], Engine], *, log: Logger
+        self,
+        settings: ModelServerSettings,
+        load: Callable[[], Engine],
+        *,
+        log: Logger,
+        cache_dir: Path | None = None,
     ) -> None:
         self._settings = settings
         self._log = log
@@ -80,7 +85,7 @@ class ModelServer:
             batch_tokens_max=settings.batch_tokens_max,
             inputs_max=settings.inputs_max,
             request_bytes_max=settings.request_bytes_max,
-            cache_dir=_golden_cache(settings),
+            cache_dir=cache_dir,
             golden_cosine_min=settings.golden_cosine_min,
         )
         self.driver = Driver(
@@ -200,20 +205,19 @@ class ModelServer:
                 await self.driver.no_streams.wait()
 
 
-def _golden_cache(settings: ModelServerSettings) -> Path | None:
-    """The simulated engine's reference costs nothing, and its faults must not be kept."""
-    return None if settings.engine == "simulated" else settings.cache_dir
-
-
 async def serve_until_ended(
-    settings: ModelServerSettings, load: Callable[[], Engine], *, log: Logger
+    settings: ModelServerSettings,
+    load: Callable[[], Engine],
+    *,
+    log: Logger,
+    cache_dir: Path | None = None,
 ) -> Ended:
     """Serve until a signal has drained the server, or it can't go on.
 
     Raises:
         ServeError: an address can't be listened on.
     """
-    server = ModelServer(settings, load, log=log)
+    server = ModelServer(settings, load, log=log, cache_dir=cache_dir)
     await server.start()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

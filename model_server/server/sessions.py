@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
-from model_server.core.failures import Code, Failure, Reason
+from model_server.core.failures import Failure, invalid
 from model_server.server.answers import Group
 from model_server.server.calls import Held, Timing
 from model_server.server.statuses import abort, status_of
@@ -92,12 +92,7 @@ class Session:
             request_id = request.request_id
             if request_id == 0 or request_id in self._unanswered:
                 what = "0" if request_id == 0 else f"{request_id}, which is still unanswered"
-                self._fault = Failure(
-                    code=Code.INVALID_ARGUMENT,
-                    reason=Reason.INVALID_REQUEST_ID,
-                    message=f"The request_id is {what}.",
-                    field="request_id",
-                )
+                self._fault = invalid("request_id", f"The request_id is {what}.")
                 return
             self._unanswered.add(request_id)
             self._server.take_stream_request(self, request)

@@ -1,0 +1,102 @@
+"""What the next pass is: a canary, a half of one that raised, an exclusive request, or the oldest.
+
+Owns the inputs that wait and those of passes that raised. It does not know whether the engine is
+free, nor who is told what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from aggregator.core.packing import PackLimits, Room
+from model_server.core.effects import Part, PassKind
+from model_server.core.isolation import Isolation
+from model_server.core.limits import Limits
+from model_server.core.queue import WaitingQueue
+from model_server.core.requests import Request
+
+
+@dataclass(slots=True, kw_only=True)
+class Chosen:
+    """The next pass (`kind` None: nothing to run), and the inputs found expired on the way."""
+
+    kind: PassKind | None = None
+    parts: Sequence[Part] = ()
+    tokens: int = 0
+    expired: list[Part] = field(default_factory=list)
+
+
+class Passes:
+    """Forms passes out of what waits; `requests` is the scheduler's table of those alive."""
+
+    def __init__(self, requests: Mapping[int, Request]) -> None:
+        self._requests = requests
+        self.queue = WaitingQueue()
+        self.isolation = Isolation()
+
+    def next(self, limits: Limits, now_ns: int) -> Chosen:
+        """Take the next pass out. Isolation goes first: mates of a bad input have waited longest.
+
+        Waiting inputs that have expired must have been taken out before; halves are checked here.
+        """
+        chosen = Chosen()
+        if self.isolation.suspect is not None:
+            chosen.kind = PassKind.CANARY
+        else:
+            self._half(chosen, now_ns)
+            if chosen.kind is None:
+                self._waiting(chosen, limits)
+        if chosen.kind not in (None, PassKind.NORMAL):
+            self.queue.note_other_pass()
+        return chosen
+
+    def _half(self, chosen: Chosen, now_ns: int) -> None:
+        while (half := self.isolation.next_half()) is not None:
+            live, expired = self.live(half, now_ns)
+            chosen.expired += expired
+            if live:
+                chosen.kind, chosen.parts = PassKind.ISOLATION, live
+                chosen.tokens = sum(
+                    self._requests[part.request].tokens[i] for part in live for i in part.indexes
+                )
+                return
+
+    def _waiting(self, chosen: Chosen, limits: Limits) -> None:
+        pack = PackLimits(
+            tokens=limits.batch_tokens_target,
+            inputs=limits.inputs_max,
+            size_bytes=limits.request_bytes_max,
+        )
+        exclusive = self.queue.exclusive_turn()
+        if exclusive is not None:
+            room = Room(pack)
+            part = exclusive.take(room)
+            if part is not None:
+                chosen.kind, chosen.parts = PassKind.EXCLUSIVE, (part,)
+                chosen.tokens = room.tokens
+                return
+        parts, tokens = self.queue.cut(pack)
+        if parts:
+            chosen.kind, chosen.parts, chosen.tokens = PassKind.NORMAL, parts, tokens
+
+    def live(self, parts: Sequence[Part], now_ns: int) -> tuple[list[Part], list[Part]]:
+        """What is left of parts taken earlier, without the gone; and what of them has expired."""
+        live: list[Part] = []
+        expired: list[Part] = []
+        for part in parts:
+            request = self._requests.get(part.request)
+            if request is None:
+                continue
+            due = request.expired_of(part.indexes, now_ns)
+            if due:
+                expired.append(Part(request=part.request, indexes=due))
+            left = [i for i in part.indexes if i not in due] if due else part.indexes
+            if left:
+                live.append(Part(request=part.request, indexes=left))
+        return live, expired
+
+    def clear(self) -> None:
+        """Everything held has been answered otherwise."""
+        self.queue.clear()
+        self.isolation.clear()
