@@ -89,11 +89,11 @@ class Project:
     volumes: tuple[str, ...]
 
 
-def load(environment: Mapping[str, str] | None = None) -> Project:
-    """Load the compose file with `environment` over this process's; raises `ComposeError`."""
+def load(environment: Mapping[str, str] | None = None, file: Path = COMPOSE_FILE) -> Project:
+    """Load a compose file with `environment` over this process's; raises `ComposeError`."""
     try:
         done = subprocess.run(
-            ["go", "run", ".", str(COMPOSE_FILE)],
+            ["go", "run", ".", str(file)],
             cwd=Path(__file__).resolve().parent / "loader",
             env={**os.environ, **(environment or {})},
             capture_output=True,
@@ -103,7 +103,7 @@ def load(environment: Mapping[str, str] | None = None) -> Project:
     except FileNotFoundError as error:
         raise ComposeError("Go is not on the PATH: it runs the compose file's loader") from error
     if done.returncode != 0:
-        raise ComposeError(f"docker-compose.yml is refused: {done.stderr.strip()}")
+        raise ComposeError(f"{file.name} is refused: {done.stderr.strip()}")
     raw = json.loads(done.stdout)
     services: dict[str, Any] = raw["services"]
     awaited = {
