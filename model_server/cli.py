@@ -105,8 +105,9 @@ def _serve(settings: ModelServerSettings) -> None:
     else:
         click.echo(f"Error: {' '.join(ended.message.split())}", err=True)
     code = 0 if ended.message is None else EXIT_FAILED
-    if ended.hangs:
-        # Interpreter shutdown would wait for, or crash in, the thread that still runs.
+    if ended.hangs or settings.engine != "simulated":
+        # Interpreter shutdown would crash in a thread that still runs, and torch's libraries report
+        # leaks of their own bindings there, which drown our last line.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

@@ -62,6 +62,10 @@ class Isolation:
         if inputs == 1:
             self._suspect = Suspect(part=parts[0], message=message)
             return
+        self.halve(parts)
+
+    def halve(self, parts: Sequence[Part]) -> None:
+        """Run these in two halves; at least two inputs."""
         first, second = halved(parts)
         self._halves += [second, first]
 

@@ -44,22 +44,23 @@ class Passes:
         if self.isolation.suspect is not None:
             chosen.kind = PassKind.CANARY
         else:
-            self._half(chosen, now_ns)
+            self._half(chosen, limits, now_ns)
             if chosen.kind is None:
                 self._waiting(chosen, limits)
         if chosen.kind not in (None, PassKind.NORMAL):
             self.queue.note_other_pass()
         return chosen
 
-    def _half(self, chosen: Chosen, now_ns: int) -> None:
+    def _half(self, chosen: Chosen, limits: Limits, now_ns: int) -> None:
         while (half := self.isolation.next_half()) is not None:
             live, expired = self.live(half, now_ns)
             chosen.expired += expired
-            if live:
-                chosen.kind, chosen.parts = PassKind.ISOLATION, live
-                chosen.tokens = sum(
-                    self._requests[part.request].tokens[i] for part in live for i in part.indexes
-                )
+            counts = [self._requests[p.request].tokens[i] for p in live for i in p.indexes]
+            if sum(counts) > limits.batch_tokens_max and len(counts) > 1:
+                # The maximum was lowered since: halves by inputs may be uneven in tokens.
+                self.isolation.halve(live)
+            elif live:
+                chosen.kind, chosen.parts, chosen.tokens = PassKind.ISOLATION, live, sum(counts)
                 return
 
     def _waiting(self, chosen: Chosen, limits: Limits) -> None:

@@ -122,7 +122,7 @@ class Scheduler:
             PassRaised: self._pass_raised,
             EngineDied: self._engine_died,
             EngineReady: self._engine_ready,
-            Tick: self._tick,
+            Tick: lambda _, __: None,  # the checks of `handle` do it
             DrainRequested: self._drain_requested,
         }
 
@@ -141,6 +141,11 @@ class Scheduler:
         """Tokens held beyond those of the running pass."""
         running = self._pass.tokens if self._pass is not None else 0
         return max(0, self._streams.held_tokens - running)
+
+    @property
+    def held_tokens(self) -> int:
+        """Exact tokens of all unanswered inputs."""
+        return self._streams.held_tokens
 
     def window_tokens(self, stream: int) -> int:
         """What a stream may have unanswered."""
@@ -426,9 +431,6 @@ class Scheduler:
         self._after.append(Halt(message=message))
 
     # Time
-
-    def _tick(self, event: Tick, now_ns: int) -> None:
-        """The checks of `handle` do it."""
 
     def _check_times(self, now_ns: int) -> None:
         self._expire(now_ns)

@@ -3,7 +3,7 @@
 Invariants: every window is at least target / 4 and at least one input of the model's maximum; a
 lone stream has all of 2 x target; unless those floors need more, windows add up to 2 x target.
 Shares follow what was sent in the last seconds, so that a stream with most of the traffic has most
-of the room. A tenth is shared equally: when streams are limited by their windows, what they send
+of the room. A fifth is shared equally: when streams are limited by their windows, what they send
 says no more than what their windows were, and only a pull towards equality lets a stream whose
 demand has grown get out of a small share.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 SHARED_TARGETS = 2
 """One pass running and one waiting keep an engine busy: DESIGN 3."""
-_EQUAL_RATIO = 0.1
-_HALF_LIFE_NS = 2_000_000_000
+_EQUAL_RATIO = 0.2
+_HALF_LIFE_NS = 1_500_000_000
 
 
 @dataclass(slots=True)
