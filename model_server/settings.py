@@ -14,6 +14,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -30,7 +31,6 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from model_server.core.limits import TEXT_BYTES_MAX
-from model_server.engines.simulated import Fault
 
 PREFIX = "MODEL_SERVER_"
 MEBIBYTE = 1024 * 1024
@@ -61,6 +61,18 @@ def _host_port(value: str) -> str:
 HostPort = Annotated[str, AfterValidator(_host_port)]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+
+
+class Fault(StrEnum):
+    """What a marker in a text does to its pass."""
+
+    RAISE = "raise"
+    OUT_OF_MEMORY = "out_of_memory"
+    DIE = "die"
+    EXIT = "exit"
+    SLOW = "slow"
+    NAN = "nan"
+    SHORT = "short"
 
 
 class SimulatedSettings(BaseModel):

@@ -26,7 +26,6 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +41,7 @@ from model_server.engines.base import (
     Tokens,
     Vectors,
 )
+from model_server.settings import Fault
 
 TOKEN_BYTES = 4
 SPECIAL_TOKENS = 2
@@ -54,18 +54,6 @@ _ID_TYPE = "I"  # four bytes wherever Python runs
 _SEED = 20_261_130
 
 Ids = npt.NDArray[np.uint64]
-
-
-class Fault(StrEnum):
-    """What a marker in a text does to its pass."""
-
-    RAISE = "raise"
-    OUT_OF_MEMORY = "out_of_memory"
-    DIE = "die"
-    EXIT = "exit"
-    SLOW = "slow"
-    NAN = "nan"
-    SHORT = "short"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
