@@ -118,8 +118,8 @@ class AggregatorSettings(BaseSettings):
     """Raw librdkafka settings for both clients, those that would break delivery refused."""
 
     # Models.
-    models: dict[Annotated[str, Field(min_length=1)], ModelSettings] = Field(min_length=1)
-    """By served name. Also as NAME=HOST:PORT[,HOST:PORT...][;NAME=...]."""
+    models: dict[Annotated[str, Field(min_length=1)], ModelSettings] = Field(default_factory=dict)
+    """By served name; required to run. Also as NAME=HOST:PORT[,HOST:PORT...][;NAME=...]."""
     default_model: str | None = None
     """Of queries that name none; required when several models are configured."""
     priority: Literal["interactive", "bulk"] = "interactive"
@@ -210,7 +210,7 @@ class AggregatorSettings(BaseSettings):
     @property
     def model_default(self) -> str:
         """The served name of queries that name none."""
-        return self.default_model or next(iter(self.models))
+        return self.default_model or next(iter(self.models), "")
 
 
 class _Environment(EnvSettingsSource):
@@ -251,19 +251,19 @@ def _models_from_text(text: str) -> dict[str, dict[str, list[str]]]:
 
 
 def load_settings(
-    config: Path | None = None, *, environment: Mapping[str, str] | None = None
+    config: Path | None = None, *, models_required: bool = True
 ) -> AggregatorSettings:
     """Read the environment and, where given, a TOML file that it overrides.
 
     Args:
         config: A TOML file with the settings' names.
-        environment: What to check for unknown names; the process's own when absent.
+        models_required: Whether settings without a model are an error.
 
     Raises:
         SettingsError: A name is unknown, a value is wrong, a relation is broken, or the file can't
             be read. The message is one line.
     """
-    _refuse_unknown(os.environ if environment is None else environment)
+    _refuse_unknown(os.environ)
     table: dict[str, Any] = {}
     if config is not None:
         try:
@@ -273,11 +273,14 @@ def load_settings(
     if isinstance(table.get("kafka"), dict):
         table["kafka"] = _flat(table["kafka"])
     try:
-        return AggregatorSettings(**table)
+        settings = AggregatorSettings(**table)
     except ValidationError as error:
         raise SettingsError(_one_line(error)) from error
     except ValueError as error:
         raise SettingsError(str(error)) from error
+    if models_required and not settings.models:
+        raise SettingsError(f"models: required, such as {PREFIX}MODELS=minilm=localhost:50051")
+    return settings
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -319,8 +322,6 @@ def _one_line(error: ValidationError) -> str:
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
             message = f"unknown setting{_hint(name)}"
-        elif fault["type"] == "missing" and name == "models":
-            message = f"required, such as {PREFIX}MODELS=minilm=localhost:50051"
         faults.append(f"{name}: {message}" if name else message)
     return "; ".join(faults)
 

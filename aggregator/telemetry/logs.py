@@ -72,6 +72,13 @@ def librdkafka_logger(log: Logger) -> logging.Logger:
     return logger
 
 
+def silent_logger() -> logging.Logger:
+    """For a client of a command, whose errors are raised and told in one line."""
+    logger = logging.Logger("librdkafka")
+    logger.addHandler(logging.NullHandler())
+    return logger
+
+
 class _Forward(logging.Handler):
     def __init__(self, log: Logger) -> None:
         super().__init__()

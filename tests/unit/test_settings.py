@@ -102,10 +102,11 @@ def test_unknown_names_in_the_file_are_refused(tmp_path: Path) -> None:
         load_settings(config)
 
 
-def test_models_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_required_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGGREGATOR_MODELS")
     with pytest.raises(SettingsError, match="models: required, such as AGGREGATOR_MODELS="):
         load_settings()
+    assert load_settings(models_required=False).models == {}
 
 
 def test_an_unreadable_file_is_one_line(tmp_path: Path) -> None:
