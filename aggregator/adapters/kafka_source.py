@@ -64,6 +64,7 @@ _HOPELESS = frozenset(
 
 RawRecord: TypeAlias = "Message[Any, Any]"  # quoted: no generic at run time
 """A record as the client gives it."""
+_NOT_OURS = "its partitions are not assigned to us any more"
 GroupEvent = PartitionsAssigned | PartitionsRevoking | PartitionsLost | CommitDone | CommitFailed
 SourceCommand = Commit | Pause | Resume | Release | StopPolling
 
@@ -405,11 +406,9 @@ class KafkaSource:
         """Send what is waiting as one asynchronous commit, unless one is in flight."""
         if self._commit_ids or not self._commits_waiting:
             return
-        ids, stored = self._store_waiting()
-        if not stored:
-            self._answer(ids, "no partition of it is assigned to us any more")
+        self._commit_ids = self._store_waiting()
+        if not self._commit_ids:
             return
-        self._commit_ids = ids
         try:
             self._consumer.commit(asynchronous=True)
         except KafkaException as error:
@@ -421,37 +420,49 @@ class KafkaSource:
         Its report is served by `poll`, never inside a callback. What it would have committed is
         stored, so that this commit holds it too: both have one outcome, and its report is ignored.
         """
+        stored = self._store_waiting()
+        if not stored:
+            return
         overtaken = self._take_commit_ids()
         self._commits_overtaken += bool(overtaken)
-        ids, stored = self._store_waiting()
-        if not stored:
-            failure: str | None = "no partition of it is assigned to us any more"
-        else:
-            try:
-                committed = self._consumer.commit(asynchronous=False)
-                failure = _failure(None, committed)
-            except KafkaException as error:
-                failure = _failure(error.args[0])
-        self._answer(overtaken + ids, failure)
+        try:
+            failure = _failure(None, self._consumer.commit(asynchronous=False))
+        except KafkaException as error:
+            failure = _failure(error.args[0])
+        self._answer(overtaken + stored, failure)
 
-    def _store_waiting(self) -> tuple[list[int], bool]:
-        """Store the current offsets of all waiting commits; return their ids, and if any was."""
+    def _store_waiting(self) -> list[int]:
+        """Store the offsets of all waiting commits, the newest of each partition.
+
+        Returns the ids of those of which anything is still ours; the others are answered here.
+        """
         waiting, self._commits_waiting = self._commits_waiting, []
         newest: dict[TopicPartition, CommitOffset] = {}
+        ours: list[int] = []
         for commit in waiting:
-            for entry in commit.offsets:
-                if self._epochs.get(entry.tp) == entry.epoch:
-                    newest[entry.tp] = entry
-        stored = False
-        for tp, entry in newest.items():
-            try:
-                self._consumer.store_offsets(offsets=[KafkaPartition(*tp, entry.offset_next)])
-                stored = True
-            except KafkaException as error:
-                # Taken from us a moment ago; the callback that says so is still to come.
-                if error.args[0].code() != KafkaError._STATE:
-                    raise
-        return [commit.commit_id for commit in waiting], stored
+            current = {o.tp: o for o in commit.offsets if self._epochs.get(o.tp) == o.epoch}
+            newest |= current
+            if current:
+                ours.append(commit.commit_id)
+            else:
+                self._answer([commit.commit_id], _NOT_OURS)
+        stored = [self._store(entry) for entry in newest.values()]
+        if any(stored):
+            return ours
+        self._answer(ours, _NOT_OURS)
+        return []
+
+    def _store(self, entry: CommitOffset) -> bool:
+        """Store one offset; returns False if its partition was taken from us a moment ago."""
+        offset = KafkaPartition(*entry.tp, entry.offset_next)
+        try:
+            self._consumer.store_offsets(offsets=[offset])
+        except KafkaException as error:
+            # The callback that says so is still to come.
+            if error.args[0].code() != KafkaError._STATE:
+                raise
+            return False
+        return True
 
     def _on_commit(self, error: KafkaError | None, partitions: list[KafkaPartition]) -> None:
         """Called by the client inside poll: an asynchronous commit has ended."""

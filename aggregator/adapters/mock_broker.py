@@ -183,6 +183,7 @@ class _Cluster:
         # Not three seconds for a group that a person waits for.
         library.rd_kafka_mock_group_initial_rebalance_delay_ms(self._cluster, ctypes.c_int32(0))
         library.rd_kafka_mock_set_group_consumer_heartbeat_interval_ms(self._cluster, 500)
+        library.rd_kafka_mock_set_group_consumer_session_timeout_ms(self._cluster, 6_000)
         # Without one, admin requests wait for it until they time out.
         library.rd_kafka_mock_set_controller_id(self._cluster, ctypes.c_int32(1))
         bootstraps = library.rd_kafka_mock_cluster_bootstraps(self._cluster)

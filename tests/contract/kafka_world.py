@@ -28,6 +28,7 @@ from aggregator.core.events import CommitDone, CommitFailed, PartitionsAssigned,
 from aggregator.core.query import TopicPartition as Tp
 from aggregator.wire.headers import Headers
 from tests.conftest import unique_name
+from tests.fakes.kafka import FakeBroker, FakeSink, FakeSource
 
 WAIT_S = 60.0
 """Generous: the machine that runs this may be busy. Nothing waits longer than it has to."""
@@ -342,14 +343,78 @@ class BrokerWorld(World):
             closer()
 
 
+class FakeWorld(World):
+    """Kafka in memory; time passes as it is waited for."""
+
+    real = True
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self.broker = FakeBroker(lambda: self._now_s)
+        self.options = KafkaOptions(bootstrap_servers="fake", group_id="group")
+
+    def _pump(self) -> None:
+        self._now_s += 0.01
+        self.broker.pump()
+
+    def topic(self, partitions: int = 1, **config: str) -> str:
+        name = unique_name("topic")
+        limit = int(config.get("max_message_bytes", "1048588"))
+        self.broker.create_topic(name, partitions, limit)
+        return name
+
+    def write(self, topic: str, records: Sequence[Record], *, partition: int = 0) -> None:
+        self.broker.log((topic, partition)).entries.extend(records)
+
+    def read(self, topic: str, count: int) -> list[Message[Any, Any]]:
+        logs = enumerate(self.broker.topics[topic].logs)
+        offsets = [(p, offset) for p, log in logs for offset in range(log.start, log.end)]
+        found = [self.broker.message((topic, p), offset) for p, offset in offsets]
+        messages = [message for message in found if message is not None]
+        assert len(messages) == count
+        return messages
+
+    def committed(self, tp: Tp) -> int:
+        return self.broker.group(self.options.group_id).committed.get(tp, -1)
+
+    def source(self, topic: str, **options: Any) -> tuple[Source, Told]:
+        kafka = {k: options.pop(k) for k in list(options) if hasattr(self.options, k)}
+        told = Told(self._pump)
+        source = FakeSource(
+            self.broker,
+            SourceOptions(kafka=replace(self.options, **kafka), topic=topic, **options),
+            told,
+        )
+        told.source = source
+        source.start()
+        return source, told
+
+    def sink(self, **options: Any) -> tuple[Sink, Told]:
+        kafka = {k: options.pop(k) for k in list(options) if hasattr(self.options, k)}
+        told = Told(self._pump)
+        sink_options = SinkOptions(kafka=replace(self.options, **kafka), **options)
+        sink: FakeSink[int] = FakeSink(self.broker, sink_options, told)
+        return sink, told
+
+    def write_aborted(self, topic: str, count: int) -> None:
+        self.broker.append_gap((topic, 0), count + 1)
+
+    def delete_records(self, tp: Tp, before: int) -> None:
+        self.broker.delete_records(tp, before)
+
+    def close(self) -> None:
+        pass
+
+
+_FAKE = pytest.param("fake")
 _MOCK = pytest.param("mock", marks=pytest.mark.mock_broker)
 _CLASSIC = pytest.param("kafka-classic", marks=pytest.mark.kafka)
 _CONSUMER = pytest.param("kafka-consumer", marks=pytest.mark.kafka)
 
-TRUTHFUL = [_CLASSIC, _CONSUMER]
+TRUTHFUL = [_FAKE, _CLASSIC, _CONSUMER]
 """Parameters of a world fixture: worlds that know transactions, retention and topic settings."""
 EVERYWHERE = [*TRUTHFUL, _MOCK]
-ONE_OF_EACH_TRUTHFUL = [_CONSUMER]
+ONE_OF_EACH_TRUTHFUL = [_FAKE, _CONSUMER]
 """For what is the same in both group protocols."""
 ONE_OF_EACH = [*ONE_OF_EACH_TRUTHFUL, _MOCK]
 
@@ -357,10 +422,13 @@ ONE_OF_EACH = [*ONE_OF_EACH_TRUTHFUL, _MOCK]
 def make_world(request: pytest.FixtureRequest) -> Iterator[World]:
     """Make the world that the fixture's parameter names, for one test."""
     with ExitStack() as stack:
-        if request.param == "mock":
+        world: World
+        if request.param == "fake":
+            world = FakeWorld()
+        elif request.param == "mock":
             broker = stack.enter_context(MockBroker())
             # Its cooperative-sticky groups are slow; its KIP-848 groups are not.
-            world: World = BrokerWorld(broker.bootstrap_servers, "consumer", broker)
+            world = BrokerWorld(broker.bootstrap_servers, "consumer", broker)
         else:
             node = request.getfixturevalue("kafka")
             classic = request.param == "kafka-classic"
