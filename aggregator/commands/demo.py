@@ -209,17 +209,18 @@ def _keep(stack: Stack, model_name: str, steps: Steps) -> None:
 
 def _ways_to_send(stack: Stack) -> list[str]:
     """Command lines for this very stack."""
-    kafka, broker = stack.kafka, f"-b {stack.kafka.bootstrap_servers}"
+    broker = f"-b {stack.bootstrap_servers}"
+    queries, results = stack.topics.queries, stack.topics.results
     topics = ""
     if not stack.embedded:
-        topics = f" --queries-topic {kafka.queries_topic} --results-topic {kafka.results_topic}"
+        topics = f" --queries-topic {queries} --results-topic {results}"
     json_query = """'{"text": "hello"}'"""
     request = """'{"inputs": [{"text": "hello"}], "float_values": true}'"""
     method = "embedding.v1.EmbeddingService/Embed"
     return [
         f"aggregator send {broker}{topics} 'how do you make sourdough bread'",
         f"aggregator tail {broker}{topics}",
-        f"echo {json_query} | kcat -P {broker} -t {kafka.queries_topic}",
-        f"kcat -C {broker} -t {kafka.results_topic} -o end",
+        f"echo {json_query} | kcat -P {broker} -t {queries}",
+        f"kcat -C {broker} -t {results} -o end",
         f"grpcurl -plaintext -d {request} {stack.server} {method}",
     ]

@@ -35,7 +35,8 @@ from protos.embedding.v1 import embedding_service_pb2, embedding_service_pb2_grp
 
 ONE_BY_ONE_QUERIES = 300
 NEIGHBOURHOODS = 3
-WARM_UP_RATIO = 8
+WARM_UP_QUERIES_MIN = 200
+WARM_UP_RATIO = 4
 """One query of so many is sent first, to learn the capacity that the pace is set by."""
 LATE_S = 0.5
 _PACE = 0.5
@@ -138,8 +139,8 @@ def measure(stack: Stack, texts: Sequence[str], seconds: float, steps: Steps) ->
 def _load(stack: Stack, texts: Sequence[str], seconds: float, steps: Steps) -> _Measured:
     """Run the phases."""
     everything = range(len(texts))
-    first = everything[: max(len(texts) // WARM_UP_RATIO, 1)]
-    with Exchange(stack.kafka, idempotent=True) as exchange:
+    first = everything[: max(len(texts) // WARM_UP_RATIO, WARM_UP_QUERIES_MIN)]
+    with Exchange(stack.topics, idempotent=True) as exchange:
         load = Load(exchange, texts)
         with steps.bar(f"{len(first):,} queries to warm up and measure capacity", len(first)) as (
             advance

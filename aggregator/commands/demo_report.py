@@ -136,7 +136,7 @@ def _numbers(figures: Figures) -> Table:
     row(
         "  one by one",
         f"{figures.one_by_one_queries_per_second:,.0f} queries/s",
-        f"{figures.gain:.1f} times less: same engine, gRPC, p50 {alone.p50_ms:,.1f} ms",
+        f"{figures.gain:.1f} times less; same engine, p50 {alone.p50_ms:,.1f} ms",
     )
     row(
         "Latency",

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aggregator.adapters.mock_broker import MockBroker, MockBrokerError
 from aggregator.commands.demo_children import Child, environment, free_ports
-from aggregator.commands.kafka_client import KafkaOptions
+from aggregator.commands.kafka_client import Topics
 from protos.embedding.v1 import embedding_service_pb2, embedding_service_pb2_grpc
 
 READY_TIMEOUT_S = 300.0
@@ -193,12 +193,12 @@ class Stack:
         return self._options.broker is None
 
     @property
-    def kafka(self) -> KafkaOptions:
-        """Where the topics are."""
-        return KafkaOptions(
-            bootstrap_servers=self.bootstrap_servers,
-            queries_topic=self.queries_topic,
-            results_topic=self.results_topic,
+    def topics(self) -> Topics:
+        """Where queries go and results come."""
+        return Topics(
+            client={"bootstrap.servers": self.bootstrap_servers},
+            queries=self.queries_topic,
+            results=self.results_topic,
         )
 
     def channel(self) -> grpc.Channel:

@@ -23,7 +23,7 @@ class Steps:
         return time.monotonic() - self._start_s
 
     def say(self, text: str) -> None:
-        self.console.print(f"[dim]{self.elapsed_s:6.1f} s[/dim]  {escape(text)}")
+        self.console.print(f"[dim]{self.elapsed_s:6.1f} s[/dim]  {escape(text)}", soft_wrap=True)
 
     @contextmanager
     def bar(self, text: str, total: int) -> Iterator[Callable[[int], None]]:

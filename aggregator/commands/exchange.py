@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from confluent_kafka import KafkaError, Message
 
-from aggregator.commands.kafka_client import KafkaOptions, QuerySender, ResultReader
+from aggregator.commands.kafka_client import QuerySender, ResultReader, Topics
 from aggregator.commands.received import header
 from protos.embedding.v1 import query_pb2
 
@@ -73,7 +73,7 @@ class Exchange:
 
     def __init__(
         self,
-        options: KafkaOptions,
+        topics: Topics,
         *,
         content_type: str = PROTOBUF,
         fields: QueryFields | None = None,
@@ -96,8 +96,8 @@ class Exchange:
         self._failed: list[Arrival] = []
         self.duplicates = 0
         """Further results of queries that already had one."""
-        self._reader = ResultReader(options)
-        self._sender = QuerySender(options, idempotent=idempotent)
+        self._reader = ResultReader(topics)
+        self._sender = QuerySender(topics, idempotent=idempotent)
 
     def __enter__(self) -> Self:
         """Exchange in a `with` block."""

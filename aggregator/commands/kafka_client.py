@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 from confluent_kafka import (
@@ -36,13 +36,17 @@ class KafkaClientError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KafkaOptions:
-    """Where the topics are. `overrides` are raw librdkafka settings, such as security.protocol."""
+class Topics:
+    """Where queries go and results come. `client`: addresses and security, as librdkafka has it."""
 
-    bootstrap_servers: str
-    queries_topic: str
-    results_topic: str
-    overrides: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    client: Mapping[str, object]
+    queries: str
+    results: str
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """HOST:PORT,..."""
+        return str(self.client["bootstrap.servers"])
 
 
 class ResultReader:
@@ -52,7 +56,7 @@ class ResultReader:
     manager.
     """
 
-    def __init__(self, options: KafkaOptions, *, from_beginning: bool = False) -> None:
+    def __init__(self, topics: Topics, *, from_beginning: bool = False) -> None:
         """Look the topics up and start at the end, or beginning, of each results partition.
 
         The queries topic is looked for too, since a producer would create a misspelt one.
@@ -62,8 +66,7 @@ class ResultReader:
         """
         self._consumer = Consumer(
             {
-                **options.overrides,
-                "bootstrap.servers": options.bootstrap_servers,
+                **topics.client,
                 # The library asks for a group's name; none is joined and nothing is committed.
                 "group.id": "aggregator-reader",
                 "enable.auto.commit": False,
@@ -74,22 +77,20 @@ class ResultReader:
             }
         )
         try:
-            self._consumer.assign(self._starts(options, from_beginning=from_beginning))
+            self._consumer.assign(self._starts(topics, from_beginning=from_beginning))
         except KafkaException as error:
             self._consumer.close()
-            raise KafkaClientError(_sentence(error, options.bootstrap_servers)) from error
+            raise KafkaClientError(_sentence(error, topics.bootstrap_servers)) from error
         except KafkaClientError:
             self._consumer.close()
             raise
 
-    def _starts(self, options: KafkaOptions, *, from_beginning: bool) -> list[TopicPartition]:
+    def _starts(self, topics: Topics, *, from_beginning: bool) -> list[TopicPartition]:
         partitions: list[int] = []
-        for topic in (options.queries_topic, options.results_topic):
+        for topic in (topics.queries, topics.results):
             found = self._consumer.list_topics(topic, timeout=_METADATA_TIMEOUT_S).topics[topic]
             if found.error is not None or not found.partitions:
-                raise KafkaClientError(
-                    f"there is no topic {topic!r} at {options.bootstrap_servers}"
-                )
+                raise KafkaClientError(f"there is no topic {topic!r} at {topics.bootstrap_servers}")
             partitions = sorted(found.partitions)
         starts = []
         for partition in partitions:
@@ -136,17 +137,16 @@ class ResultReader:
 class QuerySender:
     """Produces records to the queries topic."""
 
-    def __init__(self, options: KafkaOptions, *, idempotent: bool) -> None:
+    def __init__(self, topics: Topics, *, idempotent: bool) -> None:
         """Connect in the background; failures show in the delivery reports.
 
         `idempotent`: a retried send makes no second record; the first one then takes half a second,
         since the library asks for its producer id on a timer.
         """
-        self._topic = options.queries_topic
+        self._topic = topics.queries
         self._producer = Producer(
             {
-                **options.overrides,
-                "bootstrap.servers": options.bootstrap_servers,
+                **topics.client,
                 # Where Java clients put a key too; the library's own default differs.
                 "partitioner": "murmur2_random",
                 "acks": "all",

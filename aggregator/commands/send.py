@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import click
@@ -21,7 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from aggregator.commands.exchange import JSON, PROTOBUF, Arrival, Exchange, QueryFields
 from aggregator.commands.kafka_client import KafkaClientError
-from aggregator.commands.options import kafka_options, topic_options
+from aggregator.commands.options import topic_options, topics_of
 from aggregator.commands.received import NotAResultError, read_result
 
 WINDOW_QUERIES_MAX = 1_000
@@ -57,7 +58,8 @@ Examples:
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
-    default=30.0,
+    # Longer than a query lives by default, so that what became of it is heard.
+    default=65.0,
     show_default=True,
     metavar="SECONDS",
     help="How long to wait for each result.",
@@ -70,25 +72,27 @@ def send(
     content_type: str,
     as_json: bool,
     timeout_s: float,
-    bootstrap_servers: str,
-    queries_topic: str,
-    results_topic: str,
-    kafka: tuple[str, ...],
+    config: Path | None,
+    bootstrap_servers: str | None,
+    queries_topic: str | None,
+    results_topic: str | None,
     **fields: Any,
 ) -> None:
     """Embed TEXT, or each line of standard input, through Kafka and print the results.
 
     Exits with 1 if any result is an error or does not come.
     """
-    options = kafka_options(
+    topics = topics_of(
+        config=config,
         bootstrap_servers=bootstrap_servers,
         queries_topic=queries_topic,
         results_topic=results_topic,
-        kafka=kafka,
     )
+    if text is None and sys.stdin.isatty():
+        click.echo("One text a line; Ctrl-D ends.", err=True)
     source = _one(text) if text is not None else _Lines(sys.stdin.buffer).take()
     try:
-        with Exchange(options, content_type=content_type, fields=QueryFields(**fields)) as exchange:
+        with Exchange(topics, content_type=content_type, fields=QueryFields(**fields)) as exchange:
             conversation = _Conversation(
                 exchange,
                 identity=identity,

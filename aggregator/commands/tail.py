@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from aggregator.commands.kafka_client import KafkaClientError, ResultReader
-from aggregator.commands.options import kafka_options, topic_options
+from aggregator.commands.options import topic_options, topics_of
 from aggregator.commands.received import NotAResultError, read_result
 
 _POLL_S = 0.2
@@ -26,20 +28,20 @@ def tail(
     from_beginning: bool,
     count: int | None,
     as_json: bool,
-    bootstrap_servers: str,
-    queries_topic: str,
-    results_topic: str,
-    kafka: tuple[str, ...],
+    config: Path | None,
+    bootstrap_servers: str | None,
+    queries_topic: str | None,
+    results_topic: str | None,
 ) -> None:
     """Print results as they come, until Ctrl-C."""
-    options = kafka_options(
+    topics = topics_of(
+        config=config,
         bootstrap_servers=bootstrap_servers,
         queries_topic=queries_topic,
         results_topic=results_topic,
-        kafka=kafka,
     )
     try:
-        with ResultReader(options, from_beginning=from_beginning) as reader:
+        with ResultReader(topics, from_beginning=from_beginning) as reader:
             _follow(reader, count=count, as_json=as_json)
     except KafkaClientError as error:
         raise click.ClickException(str(error)) from error
