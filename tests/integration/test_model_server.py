@@ -1,0 +1,633 @@
+"""The model server over real gRPC, with the simulated engine, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from model_server.core.lifecycle import Phase
+from model_server.engines.base import Text, Tokens
+from model_server.engines.simulated import SimulatedOptions
+from model_server.server.process import ServeError
+from model_server.settings import Fault
+from model_server.vectors import Encoding, encode
+from protos.embedding.v1 import embedding_service_pb2 as pb
+from protos.embedding.v1 import embedding_service_pb2_grpc as pb_grpc
+from tests.harness.model_server import (
+    MODEL,
+    WAIT_S,
+    Running,
+    Stream,
+    error_status,
+    eventually,
+    reasons,
+    serving,
+)
+
+Status = health_pb2.HealthCheckResponse
+FAST = SimulatedOptions(
+    fixed_ms=0,
+    slope_us_per_token=0,
+    matryoshka_dimensions=(64, 100),
+    input_tokens_max=40,
+    faults={
+        "[[raise]]": Fault.RAISE,
+        "[[nan]]": Fault.NAN,
+        "[[die]]": Fault.DIE,
+        "[[short]]": Fault.SHORT,
+    },
+)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Running]:
+    """Target 64 tokens, one input at most 40."""
+    async with serving(options=FAST) as running:
+        yield running
+
+
+@pytest.fixture
+async def channel(server: Running) -> AsyncIterator[grpc.aio.Channel]:
+    async with server.channel() as opened:
+        yield opened
+
+
+@pytest.fixture
+async def stream(channel: grpc.aio.Channel) -> AsyncIterator[Stream]:
+    async with Stream(channel) as opened:
+        yield opened
+
+
+def stub_of(channel: grpc.aio.Channel) -> pb_grpc.EmbeddingServiceAsyncStub:
+    stub: Any = pb_grpc.EmbeddingServiceStub(channel)
+    return stub  # type: ignore[no-any-return]
+
+
+def expected(server: Running, text: str, encoding: Encoding, dimensions: int = 384) -> bytes:
+    """The bytes that the engine's own vector of this text has."""
+    (tokens,) = server.engine.tokenize([Text(text=text)])
+    assert isinstance(tokens, Tokens)
+    vectors = server.engine.reference([tokens])
+    data: bytes = encode(vectors, dimensions=dimensions, encoding=encoding).rows[0].tobytes()
+    return data
+
+
+def rows_of(group: pb.EmbeddingGroup) -> dict[int, bytes]:
+    stride = len(group.embeddings) // len(group.indexes)
+    return {
+        index: group.embeddings[row * stride : (row + 1) * stride]
+        for row, index in enumerate(group.indexes)
+    }
+
+
+# Answers
+
+
+async def test_a_uniform_request_comes_back_in_one_group(server: Running, stream: Stream) -> None:
+    texts = ["one", "two two", "three"]
+    request_id = await stream.send(*texts)
+    (answer,) = (await stream.answers(request_id))[request_id]
+    (group,) = answer.groups
+    assert (int(group.encoding), group.dimensions) == (1, 384)
+    assert list(group.tokens) == [3, 4, 4]
+    assert answer.last
+    assert answer.queue_us >= 0
+    assert answer.inference_us >= 0
+    for index, data in rows_of(group).items():
+        assert data == expected(server, texts[index], Encoding.FLOAT32)
+
+
+async def test_encodings_and_dimensions_mix_in_a_request(server: Running, stream: Stream) -> None:
+    wanted = [(e, d) for e in Encoding for d in (384, 64)]
+    request_id = await stream.send(
+        *[
+            pb.Input(text=f"text {i}", encoding=int(e), dimensions=d)  # type: ignore[arg-type]
+            for i, (e, d) in enumerate(wanted)
+        ]
+    )
+    got: dict[int, bytes] = {}
+    for answer in (await stream.answers(request_id))[request_id]:
+        for group in answer.groups:
+            assert len(group.scales) == (len(group.indexes) if group.encoding == 3 else 0)
+            for index, data in rows_of(group).items():
+                assert (int(group.encoding), group.dimensions) == wanted[index]
+                got[index] = data
+    assert got == {
+        i: expected(server, f"text {i}", encoding, dimensions)
+        for i, (encoding, dimensions) in enumerate(wanted)
+    }
+
+
+async def test_a_large_request_is_spread_over_passes(server: Running, stream: Stream) -> None:
+    request_id = await stream.send(*[f"text number {i}" for i in range(50)])
+    answers = (await stream.answers(request_id))[request_id]
+    assert len(answers) > 1
+    assert [answer.last for answer in answers] == [False] * (len(answers) - 1) + [True]
+    indexes = [i for answer in answers for group in answer.groups for i in group.indexes]
+    assert sorted(indexes) == list(range(50))
+    for answer in answers:
+        assert sum(t for group in answer.groups for t in group.tokens) <= 64
+
+
+async def test_two_streams_share_passes_and_windows(
+    server: Running, channel: grpc.aio.Channel, stream: Stream
+) -> None:
+    assert stream.states[0].window_tokens == 128
+    server.engine.gate.clear()
+    held = await stream.send("held")
+    await stream.until_running(held)
+    async with Stream(channel) as other:
+        assert other.states[0].window_tokens == 64
+        mine = await stream.send("a", "b")
+        theirs = await other.send("c", "d")
+        await eventually(lambda: server.server.driver.scheduler.queued_tokens == 12)
+        passes = len(server.engine.passes)
+        server.engine.gate.set()
+        await other.answers(theirs)
+        await stream.answers(held, mine)
+        assert server.engine.passes[passes:] == [4]
+
+
+async def test_a_start_is_announced_and_an_idle_engine_too(server: Running, stream: Stream) -> None:
+    server.engine.gate.clear()
+    request_id = await stream.send("text")
+    await stream.until_running(request_id)
+    assert stream.states[-1].busy_ms > 0
+    server.engine.gate.set()
+    (answer,) = (await stream.answers(request_id))[request_id]
+    assert answer.state.busy_ms == 0
+    assert list(answer.state.running) == []
+
+
+async def test_a_half_closed_stream_still_gets_its_answers(server: Running, stream: Stream) -> None:
+    server.engine.gate.clear()
+    request_id = await stream.send("text")
+    await stream.until_running(request_id)
+    await stream.call.done_writing()
+    server.engine.gate.set()
+    await stream.answers(request_id)
+    await stream.end()
+    assert await stream.call.code() is grpc.StatusCode.OK
+
+
+async def test_a_cancelled_stream_leaves_the_queue(
+    server: Running, channel: grpc.aio.Channel, stream: Stream
+) -> None:
+    server.engine.gate.clear()
+    held = await stream.send("held")
+    await stream.until_running(held)
+    async with Stream(channel) as other:
+        await other.send("never", "run")
+        await eventually(lambda: server.server.driver.scheduler.queued_tokens)
+    await eventually(lambda: server.server.driver.streams == 1)
+    assert server.server.driver.scheduler.queued_tokens == 0
+    passes = len(server.engine.passes)
+    server.engine.gate.set()
+    await stream.answers(held)
+    follow = await stream.send("follow")
+    await stream.answers(follow)
+    assert server.engine.passes[passes:] == [1]
+
+
+async def test_bulk_waits_for_interactive_inputs(server: Running, stream: Stream) -> None:
+    server.engine.gate.clear()
+    held = await stream.send("held")
+    await stream.until_running(held)
+    bulk = await stream.send("x" * 120, "y" * 120, priority=pb.PRIORITY_BULK)
+    quick = await stream.send("z" * 120, "w" * 120)
+    await eventually(lambda: server.server.driver.scheduler.queued_tokens == 4 * 32)
+    server.engine.gate.set()
+    order: list[int] = []
+    while len(order) < 3:
+        message = await stream.read()
+        assert message is not None
+        if message.request_id:
+            order.append(message.request_id)
+    assert order == [held, quick, bulk]
+
+
+async def test_an_exclusive_request_runs_alone(server: Running, stream: Stream) -> None:
+    server.engine.gate.clear()
+    held = await stream.send("held")
+    await stream.until_running(held)
+    alone = await stream.send("s", "t", exclusive=True)
+    mates = await stream.send("u", "v", "w")
+    await eventually(lambda: server.server.driver.scheduler.queued_tokens == 5 * 3)
+    passes = len(server.engine.passes)
+    server.engine.gate.set()
+    await stream.answers(held, alone, mates)
+    assert server.engine.passes[passes:] == [2, 3]
+    announced = [list(state.running) for state in stream.states if state.running]
+    assert [alone] in announced
+
+
+# Refusals of inputs
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (pb.Input(text=""), "text"),
+        (pb.Input(), "text"),
+        (pb.Input(text="a" * 131_073), "text"),
+        (pb.Input(text="ж" * 65_537, truncate=True), "text"),
+        (pb.Input(text="a" * 200), "text"),
+        (pb.Input(text="a", dimensions=7), "dimensions"),
+        (pb.Input(text="a", dimensions=0), "dimensions"),
+        (pb.Input(text="a", encoding=9), "encoding"),  # type: ignore[arg-type]
+        (pb.Input(text="a", encoding=4, dimensions=100), "encoding"),  # type: ignore[arg-type]
+        (pb.Input(text="a", input_type=9), "input_type"),  # type: ignore[arg-type]
+        (pb.Input(text="a", timeout_ms=-1), "timeout_ms"),
+    ],
+)
+async def test_an_invalid_input_is_refused_alone(
+    stream: Stream, given: pb.Input, field: str
+) -> None:
+    request_id = await stream.send("good", given, "good too")
+    answers = (await stream.answers(request_id))[request_id]
+    (error,) = [error for answer in answers for error in answer.errors]
+    assert error.index == 1
+    assert error.status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert reasons(error.status) == ("INVALID_FIELD", field, False)
+    indexes = [i for answer in answers for group in answer.groups for i in group.indexes]
+    assert sorted(indexes) == [0, 2]
+
+
+async def test_a_long_text_is_cut_when_asked(stream: Stream) -> None:
+    request_id = await stream.send(pb.Input(text="a" * 200, truncate=True))
+    (answer,) = (await stream.answers(request_id))[request_id]
+    assert list(answer.groups[0].tokens) == [40]
+
+
+async def test_an_input_whose_time_ran_out_says_so(server: Running, stream: Stream) -> None:
+    server.engine.gate.clear()
+    held = await stream.send("held")
+    await stream.until_running(held)
+    late = await stream.send(pb.Input(text="late", timeout_ms=1), "in time")
+    (first,) = [await stream.read()]
+    while first is not None and first.request_id != late:
+        first = await stream.read()
+    assert first is not None
+    assert first.errors[0].status.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+    assert reasons(first.errors[0].status)[0] == "EXPIRED"
+    server.engine.gate.set()
+    await stream.answers(held, late)
+
+
+# Refusals of requests
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fields", "code", "reason"),
+    [
+        ([], {}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (["a"] * 1_025, {}, grpc.StatusCode.RESOURCE_EXHAUSTED, "REQUEST_TOO_LARGE"),
+        (["a"], {"model": "other"}, grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
+        (["a"], {"model": ""}, grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
+        (["a" * 131_000] * 129, {}, grpc.StatusCode.RESOURCE_EXHAUSTED, "REQUEST_TOO_LARGE"),
+    ],
+)
+async def test_a_request_is_refused_whole_and_the_stream_goes_on(
+    stream: Stream,
+    inputs: list[str],
+    fields: dict[str, Any],
+    code: grpc.StatusCode,
+    reason: str,
+) -> None:
+    request_id = await stream.send(*inputs, **fields)
+    (answer,) = (await stream.answers(request_id))[request_id]
+    assert answer.last
+    assert not answer.groups
+    assert not answer.errors
+    assert answer.status.code == code.value[0]
+    found, _, retry = reasons(answer.status)
+    assert found == reason
+    assert retry == (code is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    follow = await stream.send("follow")
+    await stream.answers(follow)
+
+
+async def test_a_stream_that_holds_too_much_is_refused(server: Running, stream: Stream) -> None:
+    server.engine.gate.clear()
+    much = await stream.send(*["abcd" * 30] * 20)
+    await stream.until_running(much)
+    more = await stream.send("more")
+    (refused,) = (await stream.answers(more))[more]
+    assert refused.status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert reasons(refused.status) == ("TOO_MUCH_HELD", None, True)
+    server.engine.gate.set()
+    await stream.answers(much)
+
+
+@pytest.mark.parametrize("request_id", [0, 1])
+async def test_a_request_id_of_0_or_still_unanswered_ends_the_stream(
+    server: Running, stream: Stream, request_id: int
+) -> None:
+    server.engine.gate.clear()
+    held = await stream.send("held")
+    await stream.until_running(held)
+    await stream.send("again", request_id=request_id)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stream.end()
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reasons(error_status(raised.value))[:2] == ("INVALID_FIELD", "request_id")
+
+
+# Faults of the engine
+
+
+async def test_a_bad_input_fails_alone(stream: Stream) -> None:
+    request_id = await stream.send("a", "b", "c [[raise]]", "d", "e")
+    answers = (await stream.answers(request_id))[request_id]
+    (error,) = [error for answer in answers for error in answer.errors]
+    assert error.index == 2
+    assert error.status.code == grpc.StatusCode.INTERNAL.value[0]
+    assert reasons(error.status)[0] == "ENGINE_FAILED_ALONE"
+    indexes = [i for answer in answers for group in answer.groups for i in group.indexes]
+    assert sorted(indexes) == [0, 1, 3, 4]
+
+
+async def test_a_vector_that_is_not_finite_fails_alone(stream: Stream) -> None:
+    request_id = await stream.send("a", "b [[nan]]", "c")
+    (answer,) = (await stream.answers(request_id))[request_id]
+    assert [error.index for error in answer.errors] == [1]
+    assert reasons(answer.errors[0].status)[0] == "NOT_FINITE"
+    assert list(answer.groups[0].indexes) == [0, 2]
+
+
+async def test_a_pass_with_a_row_too_few_is_one_that_failed(stream: Stream) -> None:
+    request_id = await stream.send("a", "b [[short]]", "c")
+    answers = (await stream.answers(request_id))[request_id]
+    assert [e.index for answer in answers for e in answer.errors] == [1]
+
+
+async def test_a_dead_engine_is_replaced_and_only_its_pass_is_suspected(
+    server: Running, channel: grpc.aio.Channel, stream: Stream
+) -> None:
+    server.engine.gate.clear()
+    dying = await stream.send("[[die]]")
+    await stream.until_running(dying)
+    waiting = await stream.send("waiting")
+    await eventually(lambda: server.server.driver.scheduler.queued_tokens)
+    server.engine.gate.set()
+    answers = await stream.answers(dying, waiting)
+    assert reasons(answers[dying][0].errors[0].status) == ("ENGINE_DIED", None, True)
+    assert answers[dying][0].errors[0].status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+    assert reasons(answers[waiting][0].status) == ("NOT_STARTED", None, True)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stream.end()
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert reasons(error_status(raised.value))[0] == "NOT_STARTED"
+    await server.until(Phase.SERVING)
+    assert len(server.engines) == 2
+    async with Stream(channel) as again:
+        await again.answers(await again.send("again"))
+
+
+async def test_an_engine_that_does_not_come_back_ends_the_server(
+    server: Running, stream: Stream
+) -> None:
+    server.next_options = SimulatedOptions(fixed_ms=0, wrong_reference=True)
+    await stream.send("[[die]]")
+    async with asyncio.timeout(WAIT_S):
+        message = await server.server.driver.halted
+    assert message is not None
+    assert "golden" in message
+
+
+# Health, reflection, telemetry, model info
+
+
+async def test_health_follows_the_engine() -> None:
+    async with serving(options=FAST, wait=False) as server, server.channel() as channel:
+        watch: Any = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await channel.channel_ready()
+        seen = []
+        async with asyncio.timeout(WAIT_S):
+            while Status.SERVING not in seen:
+                seen.append((await watch.read()).status)
+            async with Stream(channel) as stream:
+                await stream.send("[[die]]")
+                while seen[-1] == Status.SERVING:
+                    seen.append((await watch.read()).status)
+            while seen[-1] != Status.SERVING:
+                seen.append((await watch.read()).status)
+            server.server.drain()
+            seen.append((await watch.read()).status)
+        assert seen[-4:] == [
+            Status.SERVING,
+            Status.NOT_SERVING,
+            Status.SERVING,
+            Status.NOT_SERVING,
+        ]
+
+
+async def test_a_server_that_disagrees_with_its_reference_never_serves() -> None:
+    wrong = SimulatedOptions(fixed_ms=0, wrong_reference=True)
+    async with serving(options=wrong, wait=False) as server, server.channel() as channel:
+        async with asyncio.timeout(WAIT_S):
+            message = await server.server.driver.halted
+        assert message is not None
+        assert "cosine" in message
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == Status.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub_of(channel).Embed(pb.EmbedRequest(inputs=[pb.Input(text="a")]))
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert reasons(error_status(raised.value)) == ("NOT_STARTED", None, True)
+
+
+async def test_a_warm_up_that_does_not_fit_lowers_the_maximum() -> None:
+    small = SimulatedOptions(
+        fixed_ms=0, slope_us_per_token=0, input_tokens_max=10, out_of_memory_above_tokens=150
+    )
+    async with serving(options=small) as server, server.channel() as channel:
+        info = await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert (info.batch_tokens_target, info.batch_tokens_max) == (64, 128)
+        assert "maximum lowered" in server.log.getvalue()
+
+
+async def test_model_info(channel: grpc.aio.Channel) -> None:
+    info = await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest(model=MODEL))
+    assert info.model == MODEL
+    assert info.model_revision
+    assert (info.dimensions, list(info.matryoshka_dimensions)) == (384, [64, 100])
+    assert info.input_tokens_max == 40
+    assert (info.batch_tokens_target, info.batch_tokens_target_source) == (64, "setting")
+    assert info.batch_tokens_max == 256
+    assert list(info.encodings) == [1, 2, 3, 4]
+    assert (info.engine, info.device, info.precision) == ("simulated", "cpu", "float32")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest(model="other"))
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    answer = await call.read()
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"embedding.v1.EmbeddingService", "grpc.health.v1.Health"} <= names
+    call.cancel()
+
+
+def fetch(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+async def test_metrics_and_probes(server: Running, stream: Stream) -> None:
+    await stream.answers(await stream.send("a", "b"))
+    port = server.server.metrics_port
+    status, text = await asyncio.to_thread(fetch, port, "/metrics")
+    assert status == 200
+    assert 'model_server_passes_total{kind="normal",outcome="done"} 1.0' in text
+    assert "model_server_inputs_total 2.0" in text
+    assert "model_server_serving 1.0" in text
+    assert await asyncio.to_thread(fetch, port, "/livez") == (200, "ok\n")
+    assert await asyncio.to_thread(fetch, port, "/readyz") == (200, "ok\n")
+    assert (await asyncio.to_thread(fetch, port, "/other"))[0] == 404
+    line = next(
+        json.loads(line)
+        for line in server.log.getvalue().splitlines()
+        if json.loads(line)["event"] == "pass"
+    )
+    assert (line["inputs"], line["tokens"], line["kind"]) == (2, 6, "normal")
+
+
+async def test_a_port_in_use_is_one_clear_error(server: Running) -> None:
+    with pytest.raises(ServeError, match=r"another server using the port"):
+        async with serving(grpc_listen=server.address):
+            pass
+    with pytest.raises(ServeError, match=r"metrics_listen .*in use"):
+        async with serving(metrics_listen=f"127.0.0.1:{server.server.metrics_port}"):
+            pass
+
+
+# Unary calls
+
+
+async def test_embed_answers_in_order(server: Running, channel: grpc.aio.Channel) -> None:
+    request = pb.EmbedRequest(model=MODEL)
+    texts = [f"text number {i}" for i in range(40)]
+    for text in texts:
+        request.inputs.add(text=text)
+    request.inputs.add(text="")
+    response = await stub_of(channel).Embed(request)
+    assert response.model == MODEL
+    assert response.model_revision
+    for text, output in zip(texts, response.outputs, strict=False):
+        assert output.embedding == expected(server, text, Encoding.FLOAT32)
+        assert output.dimensions == 384
+    assert reasons(response.outputs[40].status) == ("INVALID_FIELD", "text", False)
+
+
+async def test_embed_gives_numbers_when_asked(server: Running, channel: grpc.aio.Channel) -> None:
+    request = pb.EmbedRequest(inputs=[pb.Input(text="a")], float_values=True)
+    (output,) = (await stub_of(channel).Embed(request)).outputs
+    assert not output.embedding
+    numbers = np.array(output.float_values, dtype="<f4").tobytes()
+    assert numbers == expected(server, "a", Encoding.FLOAT32)
+    request.inputs.add(text="b", encoding=3)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub_of(channel).Embed(request)
+    assert reasons(error_status(raised.value))[:2] == ("INVALID_FIELD", "float_values")
+
+
+async def test_embed_gives_a_scale_with_int8(channel: grpc.aio.Channel) -> None:
+    request = pb.EmbedRequest(inputs=[pb.Input(text="a", encoding=3)])  # type: ignore[arg-type]
+    (output,) = (await stub_of(channel).Embed(request)).outputs
+    assert output.scale > 0
+    assert len(output.embedding) == 384
+
+
+async def test_embed_refuses_what_a_stream_refuses(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub_of(channel).Embed(pb.EmbedRequest())
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reasons(error_status(raised.value))[:2] == ("INVALID_FIELD", "inputs")
+
+
+async def test_unary_callers_have_a_bounded_share_of_their_own(
+    server: Running, channel: grpc.aio.Channel, stream: Stream
+) -> None:
+    server.engine.gate.clear()
+    much = pb.EmbedRequest(inputs=[pb.Input(text="abcd" * 30)] * 20)
+    holding = stub_of(channel).Embed(much)
+    await eventually(lambda: server.server.driver.scheduler.held_tokens == 20 * 32)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub_of(channel).Embed(pb.EmbedRequest(inputs=[pb.Input(text="a")]))
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert reasons(error_status(raised.value)) == ("TOO_MUCH_HELD", None, True)
+    request_id = await stream.send("a stream has its own")
+    server.engine.gate.set()
+    await stream.answers(request_id)
+    assert len((await holding).outputs) == 20
+
+
+async def test_a_cancelled_unary_call_leaves_the_queue(
+    server: Running, channel: grpc.aio.Channel, stream: Stream
+) -> None:
+    server.engine.gate.clear()
+    held = await stream.send("held")
+    await stream.until_running(held)
+    call = stub_of(channel).Embed(pb.EmbedRequest(inputs=[pb.Input(text="a")]))
+    await eventually(lambda: server.server.driver.scheduler.queued_tokens)
+    call.cancel()
+    await eventually(lambda: not server.server.driver.scheduler.queued_tokens)
+    server.engine.gate.set()
+    await stream.answers(held)
+
+
+# Drain
+
+
+async def test_drain_answers_what_is_held_and_ends_streams_with_ok(
+    server: Running, stream: Stream
+) -> None:
+    server.engine.gate.clear()
+    held = await stream.send("held")
+    await stream.until_running(held)
+    server.server.drain()
+    while not stream.states[-1].draining:
+        assert await stream.read() is not None
+    late = await stream.send("late")
+    (refused,) = (await stream.answers(late))[late]
+    assert refused.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+    assert reasons(refused.status) == ("NOT_STARTED", None, True)
+    server.engine.gate.set()
+    await stream.answers(held)
+    await stream.end()
+    assert await stream.call.code() is grpc.StatusCode.OK
+    async with asyncio.timeout(WAIT_S):
+        assert await server.server.driver.halted is None
+
+
+async def test_a_pass_over_its_time_ends_the_server_after_answering() -> None:
+    async with serving(options=FAST, pass_timeout_ms=50) as server, server.channel() as channel:
+        async with Stream(channel) as stream:
+            server.engine.gate.clear()
+            hung = await stream.send("hung")
+            (answer,) = (await stream.answers(hung))[hung]
+            assert reasons(answer.errors[0].status)[0] == "ENGINE_DIED"
+            async with asyncio.timeout(WAIT_S):
+                message = await server.server.driver.halted
+        assert message is not None
+        assert "50 ms" in message
