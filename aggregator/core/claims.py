@@ -26,6 +26,7 @@ class Claim:
         "estimate",
         "exclusive",
         "queries",
+        "sent_ns",
         "server",
         "starts",
         "tokens_exact",
@@ -48,6 +49,7 @@ class Claim:
         self.tokens_exact: int | None = 0
         """Exact tokens of what is answered; None: not all of them are known."""
         self.answered_inputs = 0
+        self.sent_ns = 0
         self.starts = 0
         """Announced starts of passes with inputs of it that no answer has followed yet."""
         self.discarded = False

@@ -268,6 +268,7 @@ class Dispatcher:
         if answer.groups:
             server.breaker.succeeded()
             server.seen_working()
+            server.timed(claim, (answer.queue_us + answer.inference_us) * 1000, now_ns)
         if answer.errors:
             claim.tokens_exact = None
             result.ended = self._input_failures(server, claim, answer.errors, now_ns)

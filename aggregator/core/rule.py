@@ -1,8 +1,18 @@
 """Which server gets the next claim, and how large: points 1 to 4 of the dispatch rule.
 
-Pure functions of what is believed of the servers. No timer forms a batch: an idle server gets what
-there is at once; when all are busy the backlog waits for the one that is free first and leaves
-`lead_ns` before that; a full claim goes ahead of time where there is room for it.
+Pure functions of what is believed of the servers. No timer forms a batch:
+
+1. an idle server gets what there is at once;
+2. when all are busy the backlog waits for the one that is free first and leaves `lead_ns` before
+   its boundary, so that it is tokenized in time; what arrives after that follows in one more claim,
+   at the last moment at which it is still in time for the same pass;
+3. where there are several servers, at most half a window goes to one coming pass;
+4. a full claim goes ahead of time where there is room for it.
+
+Room is what is left of the window. For a claim that leaves for a boundary, what runs in the pass
+that ends there is not counted: it will have been answered before the claim's own pass starts.
+(Without this, streams that share one server are each held to their share of every single pass, and
+at 80% load the slowest percentile waits a pass longer.)
 
 It must not know of queries: only how many tokens wait.
 """
@@ -11,9 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from aggregator.core.backlog import NEVER_NS
 from aggregator.core.servers import Server
+
+_REACH_SPARE_NS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +74,63 @@ def _ahead(servers: Collection[Server], waiting_tokens: float) -> Offer | None:
     ]
     if not fitting:
         return None
-    server = min(fitting, key=lambda each: (each.free_ns, each.unanswered_tokens, each.address))
+    server = min(fitting, key=lambda s: (s.next_start_ns(), s.unanswered_tokens, s.address))
     return Offer(server, _tokens_max(server))
 
 
 def _before_boundary(servers: Collection[Server], now_ns: int, lead_ns: int) -> Offer | None:
-    for server in by_boundary(servers):
-        if now_ns < server.free_ns - lead_ns:
+    """What there is, for the boundary that comes first, when it is time to leave for it."""
+    for start_ns, server in _by_start(servers):
+        if now_ns < start_ns - lead_ns:
+            return None  # nor is it time for any later one
+        tokens = _boundary_tokens(server, several=len(servers) > 1)
+        if tokens < 1.0:
+            continue
+        leave_ns = _leave_ns(server, start_ns, lead_ns)
+        if now_ns < leave_ns < NEVER_NS:
+            # Not sooner to another: servers that end their passes together would all be kept busy
+            # with a part each, and never fall out of step.
             return None
-        tokens = min(_tokens_max(server), _half_left(server))
-        if tokens >= 1.0:
+        if leave_ns <= now_ns and _in_time(server, start_ns, now_ns, lead_ns):
             return Offer(server, tokens)
     return None
 
 
-def by_boundary(servers: Collection[Server]) -> Sequence[Server]:
-    """Busy servers of which it is known when they will be free, the first first."""
-    known = [server for server in servers if server.free_ns < NEVER_NS]
-    known.sort(key=lambda each: (each.free_ns, each.address))
-    return known
-
-
 def wake_at_ns(servers: Collection[Server], now_ns: int, lead_ns: int) -> int:
     """When the backlog may leave for the next boundary; `NEVER_NS`: not known yet."""
-    for server in by_boundary(servers):
-        if server.free_ns - lead_ns > now_ns:
-            return server.free_ns - lead_ns
+    times = [_leave_ns(server, start, lead_ns) for start, server in _by_start(servers)]
+    return min((time for time in times if time > now_ns), default=NEVER_NS)
+
+
+def _leave_ns(server: Server, start_ns: int, lead_ns: int) -> int:
+    """When the next claim for this start may leave; `NEVER_NS`: those for it have left."""
+    if server.boundary_claims == 0:
+        return start_ns - lead_ns
+    if server.boundary_claims == 1:
+        reach_ns = _reach_ns(server, lead_ns)
+        return start_ns - min(reach_ns + reach_ns // 8 + _REACH_SPARE_NS, lead_ns)
     return NEVER_NS
+
+
+def _reach_ns(server: Server, lead_ns: int) -> int:
+    return min(server.reach_ns, lead_ns // 2) if server.reach_ns else lead_ns // 2
+
+
+def _in_time(server: Server, start_ns: int, now_ns: int, lead_ns: int) -> bool:
+    """Whether a claim sent now is there before that start, or will find the server idle then."""
+    limits = server.limits
+    shared = limits is None or limits.window_tokens < 2 * limits.batch_tokens_target
+    if server.boundary_claims == 0 and not shared:
+        return True
+    return now_ns <= start_ns - _reach_ns(server, lead_ns)
+
+
+def _by_start(servers: Collection[Server]) -> Sequence[tuple[int, Server]]:
+    """Busy servers and the start of their first pass with room, where it is known; soonest first."""
+    known = [(server.next_start_ns(), server) for server in servers]
+    known = [each for each in known if each[0] < NEVER_NS]
+    known.sort(key=lambda each: (each[0], each[1].address))
+    return known
 
 
 def _tokens_max(server: Server) -> float:
@@ -95,7 +138,15 @@ def _tokens_max(server: Server) -> float:
     return min(limits.batch_tokens_target, server.room_tokens()) if limits else 0.0
 
 
-def _half_left(server: Server) -> float:
-    """For one coming pass at most half the window is used."""
+def _boundary_tokens(server: Server, *, several: bool) -> float:
     limits = server.limits
-    return limits.window_tokens / 2 - server.pending_tokens if limits else 0.0
+    if limits is None:
+        return 0.0
+    tokens = min(
+        limits.batch_tokens_target,
+        server.room_tokens() + server.running_tokens(),
+        server.pass_room(),
+    )
+    if several:
+        tokens = min(tokens, limits.window_tokens / 2 - server.pending_tokens)
+    return tokens

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from aggregator.core.claims import Claim
 
 _MS: Final = 1_000_000
+_NEARLY_FULL: Final = 1 / 16
+"""A pass with less room than this part of the target is not worth a claim."""
 
 
 class Breaker:
@@ -85,20 +87,22 @@ class Server:
         "_failed_birth",
         "address",
         "births",
+        "boundary_claims",
         "boundary_ns",
         "breaker",
         "claims",
         "engine_down",
-        "free_ns",
         "heard_ns",
         "held_until_ns",
         "idle",
         "idle_since_ns",
         "limits",
         "model_revision",
+        "others_tokens",
         "pass_ns",
         "pending_tokens",
         "phase",
+        "reach_ns",
         "revision_ok",
         "suspect_claim",
         "unanswered_tokens",
@@ -119,12 +123,16 @@ class Server:
         """Of ours, sent for the pass to come: no start announced, and none assumed."""
         self.idle = False
         self.idle_since_ns = 0
-        self.free_ns = NEVER_NS
-        """When all that it was known to hold will be done; `NEVER_NS`: until it says more."""
         self.boundary_ns = NEVER_NS
-        """When the running pass ends."""
+        """When the running pass ends; `NEVER_NS`: not known until it says more."""
+        self.boundary_claims = 0
+        """Of ours that left for the coming pass."""
+        self.reach_ns = 0
+        """The way there and back: what a claim takes besides its queue and pass. 0: not known."""
         self.pass_ns = 0
-        """How long a pass takes, from what it said last; 0: not known."""
+        """How long a pass takes, from what it said; 0: not known."""
+        self.others_tokens = 0.0
+        """Of other callers, waiting there when it last spoke."""
         self.heard_ns = 0
         self.held_until_ns = 0
         """It holds too much of ours: nothing before this."""
@@ -166,7 +174,7 @@ class Server:
         self.revision_ok = revision_ok
         self.births += 1
         self.engine_down = False
-        self.free_ns = self.boundary_ns = NEVER_NS
+        self.boundary_ns = NEVER_NS
         self.pending_tokens = 0.0
         self.pass_ns = 0
         self.held_until_ns = 0
@@ -188,21 +196,69 @@ class Server:
                 claim.starts += 1
         if running:
             self.seen_working()
+            self.boundary_claims = 0
         if limits.busy_ms <= 0.0:
             # What it has not heard of yet is on its way: it will be busy, for how long it will say.
             if not self.idle:
                 self.idle_since_ns = now_ns
             self.idle = not self.claims
-            self.free_ns = self.boundary_ns = NEVER_NS
+            self.boundary_ns = NEVER_NS
         else:
             self.idle = False
-            self.free_ns = now_ns + int(limits.busy_ms * _MS)
-            passes_queued = -(-limits.queued_tokens // max(limits.batch_tokens_target, 1))
-            self.pass_ns = int(limits.busy_ms * _MS) // (1 + passes_queued)
-            self.boundary_ns = self.free_ns
+            self._told_busy(limits, now_ns)
         self.pending_tokens = sum(
             [claim.tokens_left for claim in self.claims.values() if claim.starts == 0]
         )
+        arrived_ns = now_ns - self.reach_ns
+        ours = [
+            claim.tokens_left
+            for claim in self.claims.values()
+            if claim.starts == 0 and claim.sent_ns <= arrived_ns
+        ]
+        self.others_tokens = max(0.0, limits.queued_tokens - sum(ours))
+
+    def timed(self, claim: Claim, elsewhere_ns: int, now_ns: int) -> None:
+        """An answer came that spent `elsewhere_ns` in the server's queue and pass."""
+        reach_ns = max(now_ns - claim.sent_ns - elsewhere_ns, 1)
+        self.reach_ns += (reach_ns - self.reach_ns) // 8 if self.reach_ns else reach_ns
+
+    def _told_busy(self, limits: ServerLimits, now_ns: int) -> None:
+        """Find the end of the running pass in `busy_ms`, which counts what is queued too."""
+        busy_ns = int(limits.busy_ms * _MS)
+        passes_queued = -(-limits.queued_tokens // max(limits.batch_tokens_target, 1))
+        if passes_queued == 0:
+            # Most messages come when a pass starts; the others see less of it.
+            gain = 1.0 if busy_ns > self.pass_ns else 0.1
+            self.pass_ns += int(gain * (busy_ns - self.pass_ns))
+            rest_ns = busy_ns
+        elif self.pass_ns == 0:
+            self.pass_ns = rest_ns = busy_ns // (1 + passes_queued)
+        else:
+            rest_ns = max(busy_ns - passes_queued * self.pass_ns, 0)
+        if now_ns + rest_ns > self.boundary_ns or self.boundary_ns >= NEVER_NS:
+            self.boundary_claims = 0  # another pass than the one that was known to run
+        self.boundary_ns = now_ns + rest_ns
+
+    def _passes_ahead(self) -> int:
+        """Passes that what waits there fills, as good as full."""
+        target = self.limits.batch_tokens_target if self.limits else 1
+        return int((self.others_tokens + self.pending_tokens) / target + _NEARLY_FULL)
+
+    def next_start_ns(self) -> int:
+        """When the first pass with room left starts; `NEVER_NS`: not known until it says more."""
+        if self.boundary_ns >= NEVER_NS:
+            return NEVER_NS
+        return self.boundary_ns + self._passes_ahead() * self.pass_ns
+
+    def pass_room(self) -> float:
+        """What is left of that pass, tokens."""
+        target = self.limits.batch_tokens_target if self.limits else 1
+        ahead = self.others_tokens + self.pending_tokens
+        return (self._passes_ahead() + 1) * target - ahead
+
+    def running_tokens(self) -> float:
+        """Of ours, in the pass that runs."""
+        return sum([claim.tokens_left for claim in self.claims.values() if claim.starts])
 
     def seen_working(self) -> None:
         """A pass started or a vector came: its engine is up."""
@@ -214,21 +270,20 @@ class Server:
         """It drains, or its stream ended."""
         self.phase = phase
         self.idle = False
-        self.free_ns = self.boundary_ns = NEVER_NS
+        self.boundary_ns = NEVER_NS
 
     # What became of claims -----------------------------------------------------------------------
 
     def sent(self, claim: Claim, now_ns: int) -> None:
         """A claim goes out."""
         self.claims[claim.claim_id] = claim
+        claim.sent_ns = now_ns
         self.unanswered_tokens += claim.tokens_left
         self.pending_tokens += claim.tokens_left
+        self.boundary_claims += 1
         if self.idle:
             self.idle = False
-            self.free_ns = self.boundary_ns = NEVER_NS
-        elif self.free_ns < NEVER_NS and self.limits is not None:
-            share = claim.tokens_left / max(self.limits.batch_tokens_target, 1)
-            self.free_ns += int(self.pass_ns * share)
+            self.boundary_ns = NEVER_NS
         if not self.breaker.closed:
             self.breaker.probing = True
         if len(self.claims) == 1:
@@ -256,15 +311,17 @@ class Server:
 
     def boundary_passed(self, now_ns: int) -> None:
         """Until it says otherwise, what was sent is assumed to have started."""
-        if self.free_ns <= now_ns:
-            self.free_ns = self.boundary_ns = NEVER_NS
+        if self.boundary_ns <= now_ns:
+            self.boundary_ns = NEVER_NS
+            self.boundary_claims = 0
             self.pending_tokens = 0.0
+            self.others_tokens = 0.0
 
     def engine_died(self, now_ns: int) -> None:
         """Its engine died in a pass."""
         self.engine_down = True
         self.idle = False
-        self.free_ns = self.boundary_ns = NEVER_NS
+        self.boundary_ns = NEVER_NS
         self.breaker.failed(now_ns)
 
     def stream_failed(self, now_ns: int) -> None:
