@@ -42,6 +42,9 @@ Examples:
 @click.version_option(package_name="token-batching", prog_name="model-server")
 def main() -> None:
     """Serve an embedding model over gRPC, its forward passes filled by token count."""
+    # Its core writes lines of its own to standard error, where ours says the same in one. It looks
+    # once, when it is imported, which commands do later.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 @main.command(epilog=EXAMPLES_SERVE)

@@ -1,0 +1,201 @@
+"""The model server's settings: sources, unknown names, relations; its command line; its table of
+metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry
+
+from model_server.cli import main
+from model_server.settings import (
+    Fault,
+    ModelServerSettings,
+    SettingsError,
+    load_settings,
+    printable,
+)
+from model_server.telemetry.http import TelemetryServer
+from model_server.telemetry.metrics import TABLE, Metrics
+
+SIMULATED = {"MODEL_SERVER_ENGINE": "simulated"}
+
+
+def load(**environment: str) -> ModelServerSettings:
+    given = {f"MODEL_SERVER_{name}": value for name, value in environment.items()}
+    return load_settings(environment={**SIMULATED, **given})
+
+
+def test_defaults() -> None:
+    settings = load()
+    assert settings.grpc_listen == "127.0.0.1:50051"
+    assert (settings.target, settings.target_source) == (600, "default")
+    assert settings.served_name == "simulated"
+    torch = load(ENGINE="torch", MODEL="org/some-model")
+    assert (torch.target, torch.served_name) == (256, "some-model")
+
+
+def test_options_go_over_variables_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'engine = "simulated"\ninputs_max = 1\nthreads = 1\ndevice = "cpu"\n'
+        "[simulated]\nfixed_ms = 1\nknee_tokens = 7\n"
+    )
+    settings = load_settings(
+        file,
+        options={"device": "cuda", "dtype": None},
+        environment={
+            "MODEL_SERVER_THREADS": "2",
+            "MODEL_SERVER_DEVICE": "mps",
+            "MODEL_SERVER_SIMULATED__FIXED_MS": "2.5",
+        },
+    )
+    assert (settings.inputs_max, settings.threads, settings.device) == (1, 2, "cuda")
+    assert (settings.simulated.fixed_ms, settings.simulated.knee_tokens) == (2.5, 7)
+    assert settings.dtype == "float32"
+
+
+def test_tables_and_lists_in_variables() -> None:
+    settings = load(
+        SIMULATED__FAULTS='{"poison": "die"}',
+        SIMULATED__MATRYOSHKA_DIMENSIONS="64, 128",
+        SIMULATED__PROMPTS='{"query": "q: "}',
+    )
+    assert settings.simulated.faults == {"poison": Fault.DIE}
+    assert settings.simulated.matryoshka_dimensions == (64, 128)
+    assert settings.simulated.prompts == {"query": "q: "}
+    whole = load(SIMULATED='{"dimensions": 8}', SIMULATED__SLOW_MS="3")
+    assert (whole.simulated.dimensions, whole.simulated.slow_ms) == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"GRPC_LISTNE": "x"}, "did you mean MODEL_SERVER_GRPC_LISTEN"),
+        ({"SIMULATED__FIXD_MS": "1"}, "did you mean MODEL_SERVER_SIMULATED__FIXED_MS"),
+        ({"PORT": "50051"}, "unknown setting MODEL_SERVER_PORT"),
+        ({"DEVICE__X": "1"}, "unknown setting"),
+        ({"SIMULATED__FAULTS": "{"}, "not JSON"),
+        ({"SIMULATED__FAULTS": '{"x": "explode"}'}, "simulated.faults.x"),
+        ({"INPUTS_MAX": "0"}, "inputs_max"),
+        ({"GRPC_LISTEN": "50051"}, "HOST:PORT"),
+        ({"METRICS_LISTEN": "localhost"}, "metrics_listen"),
+        ({"ENGINE": "torch"}, "model is required"),
+        ({"BATCH_TOKENS_MAX": "599"}, "batch_tokens_max must be at least batch_tokens_target"),
+        (
+            {"BATCH_TOKENS_TARGET": "100", "BATCH_TOKENS_MAX": "511"},
+            "must hold one input of input_tokens_max",
+        ),
+        ({"REQUEST_BYTES_MAX": "131071"}, "request_bytes_max"),
+        ({"SIMULATED__MATRYOSHKA_DIMENSIONS": "384"}, "smaller than dimensions"),
+    ],
+)
+def test_wrong_settings_are_one_clear_line(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as raised:
+        load(**environment)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_kubernetes_injects_is_ignored() -> None:
+    load(
+        SERVICE_HOST="10.0.0.1",
+        SERVICE_PORT="50051",
+        SERVICE_PORT_GRPC="50051",
+        PORT="tcp://10.0.0.1:50051",
+        PORT_50051_TCP="tcp://10.0.0.1:50051",
+        PORT_50051_TCP_PROTO="tcp",
+        PORT_50051_TCP_PORT="50051",
+        PORT_50051_TCP_ADDR="10.0.0.1",
+        CANARY_SERVICE_HOST="10.0.0.2",
+        CANARY_PORT="tcp://10.0.0.2:50051",
+    )
+
+
+def test_an_unknown_name_in_the_file_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('engine = "simulated"\nthraeds = 2\n')
+    with pytest.raises(SettingsError, match=r"thraeds: unknown setting, did you mean .*THREADS"):
+        load_settings(file, environment={})
+    file.write_text("engine = \n")
+    with pytest.raises(SettingsError, match=r"server\.toml"):
+        load_settings(file, environment={})
+
+
+def test_secrets_are_hidden() -> None:
+    shown = printable(load(HUB_TOKEN="hf_secret"))
+    assert "hf_secret" not in shown
+    assert json.loads(shown)["hub_token"] == "**********"
+
+
+# The command line
+
+
+def run(*arguments: str, **variables: Any) -> Any:
+    return CliRunner().invoke(main, arguments, env={"MODEL_SERVER_ENGINE": None, **variables})
+
+
+def test_print_config_shows_what_would_be_used() -> None:
+    result = run(
+        "serve", "--engine", "simulated", "--print-config", "--batch-tokens-target", "77",
+        MODEL_SERVER_INPUTS_MAX="5",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    shown = json.loads(result.stdout)
+    assert (shown["engine"], shown["batch_tokens_target"], shown["inputs_max"]) == (
+        "simulated",
+        77,
+        5,
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "embed"])
+def test_help_has_an_example(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"model-server {command} " in result.stdout.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve"], "model is required"),
+        (["serve", "--model", "/no/such/folder"], "no such folder"),
+        (["embed", "--server", "127.0.0.1:1", "--timeout-s", "5", "a"], "127.0.0.1:1: UNAVAILABLE"),
+        (["embed"], "no texts"),
+    ],
+)
+def test_failures_are_one_clear_line(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code != 0
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+# Telemetry
+
+
+def test_every_metric_of_the_table_is_exposed_with_its_reason() -> None:
+    metrics = Metrics()
+    server = TelemetryServer(metrics.registry, lambda: None)
+    text = server.answer("GET /metrics HTTP/1.1")[2].decode()
+    for name, declared in TABLE.items():
+        assert f"# HELP {name} {declared.why}" in text
+        assert name.endswith(("_total", "_seconds", "_ratio", "_tokens", "_inputs")) or (
+            declared.kind.__name__ == "Gauge"
+        )
+
+
+def test_probes_and_other_requests() -> None:
+    missing: list[str | None] = [None]
+    server = TelemetryServer(CollectorRegistry(), lambda: missing[0])
+    assert server.answer("GET /readyz HTTP/1.1")[0] == 200
+    missing[0] = "the server is loading"
+    status, _, body = server.answer("GET /readyz?verbose HTTP/1.1")
+    assert (status, body) == (503, b"the server is loading\n")
+    assert server.answer("GET /livez HTTP/1.1")[0] == 200
+    assert server.answer("POST /metrics HTTP/1.1")[0] == 405
+    assert server.answer("nonsense")[0] == 405
