@@ -122,7 +122,8 @@ class Stack:
             check=False,
         )
         if made.returncode != 0:
-            raise StackError(f"creating the topics failed: {made.stderr.strip()}")
+            why = made.stderr.strip().removeprefix("Error: ")
+            raise StackError(f"creating the topics at {self.bootstrap_servers} failed: {why}")
         self._step(f"Kafka at {self.bootstrap_servers}, topics {', '.join(TOPICS)}")
 
     def _start_server(self) -> Child:

@@ -80,9 +80,17 @@ def test_with_the_real_model_the_neighbours_mean_something(tmp_path: Path) -> No
 
 @pytest.mark.mock_broker
 @pytest.mark.parametrize(
-    "moment", ["embedded Kafka broker", "model server at", "model server ready", "warm up"]
+    ("moment", "how"),
+    [
+        ("embedded Kafka broker", "ctrl-c"),
+        ("model server at", "ctrl-c"),
+        ("model server at", "SIGKILL"),
+        ("model server ready", "ctrl-c"),
+        ("warm up", "ctrl-c"),
+        ("warm up", "SIGTERM"),
+        ("warm up", "SIGKILL"),
+    ],
 )
-@pytest.mark.parametrize("how", ["ctrl-c", "SIGTERM", "SIGKILL"])
 def test_it_leaves_no_process_whenever_it_is_ended(moment: str, how: str) -> None:
     with DemoProcess(*QUICK) as demo:
         demo.wait_for(moment)
@@ -135,8 +143,7 @@ def test_a_model_that_is_not_there_is_told_with_the_servers_log() -> None:
 def test_a_broker_that_is_not_there_is_one_clear_line() -> None:
     with DemoProcess(*QUICK, "--broker", "127.0.0.1:1") as demo:
         assert demo.ended() == 1
-        assert "Error: creating the topics failed: " in demo.output
-        assert "127.0.0.1:1" in demo.output
+        assert "Error: creating the topics at 127.0.0.1:1 failed: topic" in demo.output
         assert demo.processes() == []
 
 
