@@ -146,7 +146,7 @@ class Tokenization:
         return Tokens(ids=ids, prompt_tokens=min(prompt_tokens, len(ids)))
 
     def _tokens_of_prompt(self, prompt: str) -> int:
-        """As sentence-transformers counts them: of the prompt alone, less a special one at its end."""
+        """As sentence-transformers counts: of the prompt alone, less a special one at its end."""
         with self._lock:
             known = self._prompt_tokens.get(prompt)
         if known is not None:

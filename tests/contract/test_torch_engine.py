@@ -108,12 +108,12 @@ def test_architectures(tmp_path: Path, architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "qwen3"])
 def test_pooling_modes(tmp_path: Path, architecture: str, mode: str) -> None:
     path = tmp_path / "model"
-    save_modules(path, architecture, [Pooling(SIZE, mode)])  # type: ignore[arg-type]
+    save_modules(path, architecture, [Pooling(SIZE, mode)])
     assert not assert_as_theirs(path).info.normalized
 
 
 TAILS: dict[str, Callable[[], list[Any]]] = {
-    "all modes concatenated": lambda: [Pooling(SIZE, list(POOLING_MODES))],  # type: ignore[arg-type]
+    "all modes concatenated": lambda: [Pooling(SIZE, list(POOLING_MODES))],
     "dense": lambda: [Pooling(SIZE), Dense(SIZE, 12)],
     "dense without bias or activation": lambda: [
         Pooling(SIZE),
@@ -146,7 +146,7 @@ def test_modules_after_the_pooling(tmp_path: Path, tail: str) -> None:
 @pytest.mark.parametrize("mode", POOLING_MODES)
 def test_prompts_left_out_of_pooling(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "model"
-    save_modules(path, "bert", [Pooling(SIZE, mode, include_prompt=False)])  # type: ignore[arg-type]
+    save_modules(path, "bert", [Pooling(SIZE, mode, include_prompt=False)])
     engine = assert_as_theirs(path, prompt="query: alpha bravo ")
     with_prompt = engine.embed(tokens_of(engine, TEXTS, "query: alpha bravo "))
     pooled_too = engine.embed(
@@ -304,7 +304,8 @@ def test_attention_that_knows_relative_positions_is_refused(tmp_path: Path, name
         config = getattr(transformers, f"{name}Config")(
             hidden_size=SIZE, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
         )
-    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    model = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(tmp_path)
     with pytest.raises(ModelRefusedError, match=name if name != "T5" else "is_encoder_decoder"):
         TorchEngine.load(options(tmp_path, pooling="mean"))
 

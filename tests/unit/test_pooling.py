@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -86,10 +85,8 @@ def test_output_dimension_follows_the_modules() -> None:
     assert output_dimension(8, (dense, norm, NormalizeSpec()), None) == 3
     assert output_dimension(8, (), 5) == 5
     assert output_dimension(8, (), 50) == 8
-    for specs in itertools.permutations((dense, norm)):
-        if specs[0] is norm:
-            with pytest.raises(ModelRefusedError, match="2_Dense takes vectors of 3, gets 8"):
-                output_dimension(8, specs, None)
+    with pytest.raises(ModelRefusedError, match="2_Dense takes vectors of 3, gets 8"):
+        output_dimension(8, (norm, dense), None)
 
 
 def test_a_cut_vector_is_normalised_again() -> None:
