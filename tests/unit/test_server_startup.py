@@ -1,0 +1,161 @@
+"""From settings to an engine that may serve: the model's folder, the golden check, the warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import structlog
+
+from model_server.engines.base import Tokens, Vectors
+from model_server.engines.factory import EngineUnavailableError, create_engine
+from model_server.engines.golden import GoldenMismatchError
+from model_server.engines.hub import HubError, model_folder
+from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
+from model_server.server.startup import Started, StartError, StartOptions, start_engine
+from model_server.settings import load_settings
+
+
+class CountingEngine(SimulatedEngine):
+    """Remembers the tokens of each pass, and whether it was closed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(SimulatedOptions(**{"fixed_ms": 0, "slope_us_per_token": 0, **options}))
+        self.pass_tokens: list[int] = []
+        self.closed = False
+
+    def embed(self, inputs: Sequence[Tokens]) -> Vectors:
+        self.pass_tokens.append(sum(len(one.ids) for one in inputs))
+        return super().embed(inputs)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def options(**changes: Any) -> StartOptions:
+    fields: dict[str, Any] = {
+        "batch_tokens_target": 100,
+        "batch_tokens_max": None,
+        "inputs_max": 1_000,
+        "request_bytes_max": 1_000_000,
+        "cache_dir": None,
+        "golden_cosine_min": None,
+    }
+    return StartOptions(**{**fields, **changes})
+
+
+def start(engine: SimulatedEngine, **changes: Any) -> Started:
+    log = structlog.wrap_logger(structlog.ReturnLogger(), processors=[lambda *_: ""])
+    return start_engine(lambda: engine, options(**changes), log)
+
+
+@pytest.mark.parametrize(("input_tokens_max", "maximum"), [(40, 400), (1_000, 1_000)])
+def test_the_warm_up_pass_has_the_maximum(input_tokens_max: int, maximum: int) -> None:
+    engine = CountingEngine(input_tokens_max=input_tokens_max)
+    started = start(engine)
+    assert started.limits.batch_tokens_max == maximum
+    warm_up = [tokens for tokens, _ in started.pass_samples]
+    assert warm_up == engine.pass_tokens[-3:]
+    assert maximum - len(started.canary.ids) < warm_up[0] <= maximum
+
+
+def test_the_warm_up_keeps_to_the_maximum_of_inputs() -> None:
+    started = start(CountingEngine(input_tokens_max=10), inputs_max=3)
+    assert started.pass_samples[0][0] == 30
+
+
+def test_out_of_memory_lowers_the_maximum_until_a_pass_fits() -> None:
+    started = start(CountingEngine(input_tokens_max=30, out_of_memory_above_tokens=190))
+    # 400 and 200 did not fit.
+    assert started.limits.batch_tokens_max == 100
+    assert started.limits.batch_tokens_target == 100
+
+
+def test_a_model_of_which_no_input_fits_is_refused() -> None:
+    class Small(CountingEngine):
+        """Has memory for golden texts, not for the longest input together with another."""
+
+        def embed(self, inputs: Sequence[Tokens]) -> Vectors:
+            vectors = super().embed(inputs)
+            if len(self.pass_tokens) > 9:
+                self._options = SimulatedOptions(out_of_memory_above_tokens=1, fixed_ms=0)
+            return vectors
+
+    engine = Small(input_tokens_max=30)
+    engine.pass_tokens += [0]
+    with pytest.raises(StartError, match="does not fit"):
+        start(engine)
+    assert engine.closed
+
+
+def test_an_engine_that_disagrees_with_its_reference_is_closed_and_refused() -> None:
+    engine = CountingEngine(wrong_reference=True)
+    with pytest.raises(GoldenMismatchError, match="cosine"):
+        start(engine)
+    assert engine.closed
+
+
+def test_a_maximum_below_one_input_is_refused() -> None:
+    engine = CountingEngine(input_tokens_max=600)
+    with pytest.raises(StartError, match="below the model's maximum for one input"):
+        start(engine, batch_tokens_max=500)
+    assert engine.closed
+
+
+# The model's folder
+
+
+def settings(**given: Any) -> Any:
+    return load_settings(options={"engine": "torch", **given}, environment={})
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert model_folder(settings(model=str(tmp_path))) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./none", "a/b/c"])
+def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(model: str) -> None:
+    with pytest.raises(HubError, match="no such folder"):
+        model_folder(settings(model=model))
+
+
+def fetching(monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., str]) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+
+
+def test_a_hub_id_is_fetched_before_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def fetch(repo: str, **given: Any) -> str:
+        asked.update(given, repo=repo)
+        return "/cache/snapshot"
+
+    fetching(monkeypatch, fetch)
+    chosen = settings(model="org/name", model_revision="abc", hub_token="secret")
+    assert model_folder(chosen) == Path("/cache/snapshot")
+    assert (asked["repo"], asked["revision"], asked["token"]) == ("org/name", "abc", "secret")
+    assert not any(".bin" in pattern or ".py" in pattern for pattern in asked["allow_patterns"])
+
+
+def test_what_the_hub_says_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(repo: str, **_: Any) -> str:
+        raise OSError("no network\nwith a long explanation")
+
+    fetching(monkeypatch, fetch)
+    with pytest.raises(HubError, match=r"org/name: .*no network$"):
+        model_folder(settings(model="org/name"))
+
+
+def test_the_simulated_engine_needs_no_model() -> None:
+    simulated = load_settings(
+        options={"engine": "simulated", "input_tokens_max": 99}, environment={}
+    )
+    assert model_folder(simulated) is None
+    engine = create_engine(simulated, None)
+    assert engine.info.engine == "simulated"
+    assert engine.info.input_tokens_max == 99
+    with pytest.raises(EngineUnavailableError, match="needs a model"):
+        create_engine(settings(model="x"), None)
