@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 FAULT_REPEAT_S = 10.0
 """The same complaint of a client is logged at most this often."""
+FAULT_HEAD = 48
+"""Complaints that begin alike are the same: what follows are counts and times."""
 
 
 @dataclass(slots=True)
@@ -140,11 +142,12 @@ class Bridge:
             self._driver.feed([ev.ShellFailed(message=message)])
             return
         now_s = self._loop.time()
-        if now_s - self._faults.get(message, -FAULT_REPEAT_S) >= FAULT_REPEAT_S:
+        head = message[:FAULT_HEAD]
+        if now_s - self._faults.get(head, -FAULT_REPEAT_S) >= FAULT_REPEAT_S:
             self._faults = {
-                text: at for text, at in self._faults.items() if now_s - at < FAULT_REPEAT_S
+                known: at for known, at in self._faults.items() if now_s - at < FAULT_REPEAT_S
             }
-            self._faults[message] = now_s
+            self._faults[head] = now_s
             self._log.warning("kafka", reason=message)
 
 

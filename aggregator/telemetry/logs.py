@@ -80,10 +80,14 @@ def silent_logger() -> logging.Logger:
 
 
 class _Forward(logging.Handler):
+    """Passes lines on; lost connections (FAIL) as debug only, since the client reports them too."""
+
     def __init__(self, log: Logger) -> None:
         super().__init__()
         self._log_to = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        say = self._log_to.warning if record.levelno >= logging.WARNING else self._log_to.debug
-        say("librdkafka", line=record.getMessage())
+        line = record.getMessage()
+        worth_it = record.levelno >= logging.WARNING and not line.startswith("FAIL ")
+        say = self._log_to.warning if worth_it else self._log_to.debug
+        say("librdkafka", line=line)
