@@ -103,7 +103,8 @@ class SourceListener(Protocol):
 class SourceOptions:
     """What to read and how long a rebalance may be held up.
 
-    The rebalance callback gives up `revoke_slack_ms` after the core's own deadline.
+    The rebalance callback gives up `revoke_slack_ms` after the core's own deadline. A synchronous
+    commit outside a rebalance is answered within `commit_timeout_ms`; inside one it blocks.
     """
 
     kafka: KafkaOptions
@@ -111,6 +112,7 @@ class SourceOptions:
     poll_records_max: int = 1_000
     revoke_deadline_ms: int = 5_000
     revoke_slack_ms: int = 1_000
+    commit_timeout_ms: int = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ class KafkaSource:
         self._positions: dict[TopicPartition, int] = {}
         self._revoke_id = 0
         self._released = False
+        self._revoking = False
         self._batch_out = False
         self._stopped = False
         self._pause_due = False
@@ -161,6 +164,7 @@ class KafkaSource:
         self._commit_ids: list[int] = []  # of the asynchronous commit in flight
         self._commits_waiting: list[Commit] = []
         self._commits_overtaken = 0
+        self._commit_by_s: float | None = None
 
     # From any thread -----------------------------------------------------------------------------
 
@@ -221,6 +225,7 @@ class KafkaSource:
                 if not self._closing:
                     self._send_waiting_commits()
                     self._poll()
+                    self._give_up_late_commits()
         except Exception as error:  # noqa: BLE001 - the thread's end must be told, whatever it is
             self._listener.on_fault(f"the consumer's thread failed: {error!r}", fatal=True)
         finally:
@@ -356,7 +361,9 @@ class KafkaSource:
             self._revoke_id += 1
             self._released = False
             self._listener.on_event(PartitionsRevoking(revoke_id=self._revoke_id, partitions=tps))
+            self._revoking = True
             self._wait_for_release()
+            self._revoking = False
         self._forget(tps)
 
     def _wait_for_release(self) -> None:
@@ -397,10 +404,27 @@ class KafkaSource:
 
     def _commit(self, commit: Commit) -> None:
         self._commits_waiting.append(commit)
-        if commit.synchronous:
+        if commit.synchronous and self._revoking:
             self._commit_now()
-        else:
-            self._send_waiting_commits()
+            return
+        if commit.synchronous:
+            # The report comes by the next polls; a synchronous call could not be given up: it
+            # blocked for 46 s in an outage, longer than anybody waits for a process to end.
+            self._commit_by_s = time.monotonic() + self._options.commit_timeout_ms / 1_000
+        self._send_waiting_commits()
+
+    def _give_up_late_commits(self) -> None:
+        """Answer a last commit that got no report in time."""
+        if self._commit_by_s is None:
+            return
+        if not self._commit_ids and not self._commits_waiting:
+            self._commit_by_s = None
+        elif time.monotonic() > self._commit_by_s:
+            self._commit_by_s = None
+            self._commits_overtaken += bool(self._commit_ids)
+            waiting = [commit.commit_id for commit in self._commits_waiting]
+            self._commits_waiting = []
+            self._answer(self._take_commit_ids() + waiting, "no answer in time")
 
     def _send_waiting_commits(self) -> None:
         """Send what is waiting as one asynchronous commit, unless one is in flight."""

@@ -218,7 +218,7 @@ class FakeSource:
     # The group -----------------------------------------------------------------------------------
 
     def _fenced(self) -> bool:
-        """Not having polled for too long, it has lost its partitions, and hears so when it polls."""
+        """Not having polled for too long, it has lost its partitions, and hears so as it polls."""
         if not self.sleeping:
             return False
         for tp in list(self._epochs):
