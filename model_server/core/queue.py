@@ -44,7 +44,8 @@ class WaitingQueue:
 
     def note_other_pass(self) -> None:
         """A pass that was not cut here (exclusive, a half, a canary) counts for bulk's turn too."""
-        self._passes_since_bulk_first += 1
+        if _head(self._bulk) is not None:
+            self._passes_since_bulk_first += 1
 
     def exclusive_turn(self) -> Request | None:
         """The exclusive request whose turn it is, if the next pass is to be one of its own."""
