@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
+from ops.kafka.node import KafkaNode
 from tests.harness.demo_process import DEADLINE_S, DemoProcess
 
 QUICK = ("--engine", "simulated", "--size", "200", "--seconds", "1")
@@ -138,6 +140,29 @@ def test_a_model_that_is_not_there_is_told_with_the_servers_log() -> None:
         assert f"The logs are in {folder}" in demo.output
         assert (folder / "model-server.log").exists()
         assert demo.processes() == []
+
+
+@pytest.mark.kafka
+def test_with_a_kafka_that_is_there_it_keeps_to_topics_of_its_own(
+    kafka: KafkaNode, tmp_path: Path
+) -> None:
+    figures_file = tmp_path / "figures.json"
+    # The second run finds its topics, and the results of the first one.
+    for _ in range(2):
+        with DemoProcess(
+            *QUICK, "--broker", kafka.bootstrap_servers, "--json", str(figures_file)
+        ) as demo:
+            assert demo.ended() == 0, demo.output
+            assert f"Kafka at {kafka.bootstrap_servers}, topics aggregator-demo." in demo.output
+        figures = json.loads(figures_file.read_text())
+        assert figures["broker"] == kafka.bootstrap_servers
+        delivery = figures["delivery"]
+        assert delivery["sent"] == delivery["results_ok"] > 200
+        assert (delivery["results_error"], delivery["duplicates"]) == (0, 0)
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
+    topics = admin.list_topics(timeout=10).topics
+    assert {"aggregator-demo.queries", "aggregator-demo.results"} <= topics.keys()
+    assert "queries" not in topics
 
 
 def test_a_broker_that_is_not_there_is_one_clear_line() -> None:

@@ -103,7 +103,7 @@ def grpcurl(arguments: list[str]) -> None:
             response_deserializer=reply_class.FromString,
         )
         reply = call(json_format.ParseDict(json.loads(parsed.request), request_class()), timeout=30)
-    sys.stdout.write(json_format.MessageToJson(reply) + "\n")
+    sys.stdout.write(json_format.MessageToJson(reply, preserving_proto_field_name=True) + "\n")
 
 
 if __name__ == "__main__":
