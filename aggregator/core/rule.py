@@ -2,10 +2,11 @@
 
 Pure functions of what is believed of the servers. No timer forms a batch:
 
-1. an idle server gets what there is at once;
+1. an idle server gets what there is at once, unless others have probably found it too;
 2. when all are busy the backlog waits for the one that is free first and leaves `lead_ns` before
    its boundary, so that it is tokenized in time; what arrives after that follows in one more claim,
-   at the last moment at which it is still in time for the same pass;
+   at the last moment at which it is still in time for the same pass, or sooner where it has come to
+   a quarter of a full claim;
 3. where there are several servers, at most half a window goes to one coming pass;
 4. a full claim goes ahead of time where there is room for it.
 
@@ -27,6 +28,9 @@ from aggregator.core.backlog import NEVER_NS
 from aggregator.core.servers import Server
 
 _REACH_SPARE_NS: Final = 100_000
+_LARGE: Final = 0.25
+_SOON: Final = 0.6
+"""A boundary within this part of a pass is better than an idle server that is probably taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +55,43 @@ def next_offer(
     `servers`: those usable now. `waiting_tokens`: about what the backlog holds.
     """
     return (
-        _idle(servers)
+        _idle(servers, now_ns, lead_ns)
         or _ahead(servers, waiting_tokens)
-        or _before_boundary(servers, now_ns, lead_ns)
+        or _before_boundary(servers, waiting_tokens, now_ns, lead_ns)
     )
 
 
-def _idle(servers: Collection[Server]) -> Offer | None:
+def _idle(servers: Collection[Server], now_ns: int, lead_ns: int) -> Offer | None:
+    """An idle server, if there is one; which of several differs from one aggregator to another."""
     idle = [server for server in servers if server.idle and server.limits is not None]
     if not idle:
         return None
-    server = min(idle, key=lambda each: (each.idle_since_ns, each.address))
+    if len(idle) == 1:
+        server = idle[0]
+        return _instead(server, servers, now_ns, lead_ns) or Offer(server, _tokens_max(server))
+    # All aggregators know the same of the servers. The time at which each has something to send is
+    # what differs, so it scatters them (Knuth's multiplicative hash).
+    idle.sort(key=lambda each: each.address)
+    server = idle[((now_ns * 2_654_435_761) >> 20) % len(idle)]
     return Offer(server, _tokens_max(server))
+
+
+def _instead(idle: Server, servers: Collection[Server], now_ns: int, lead_ns: int) -> Offer | None:
+    """A boundary that is better than the one idle server, if others may have found that too.
+
+    News of a claim takes a round trip. Whoever comes second to an idle server within it waits for
+    the whole pass of the first; claims for a boundary share its pass. Right after a server fell
+    idle it is hardly taken yet.
+    """
+    if not _shared(idle) or now_ns - idle.idle_since_ns < _reach_ns(idle, lead_ns) // 3:
+        return None
+    for start_ns, server in _by_start(servers):
+        if start_ns > now_ns + int(_SOON * server.pass_ns):
+            return None
+        tokens = _boundary_tokens(server, several=True)
+        if tokens >= 1.0 and now_ns <= start_ns - _reach_ns(server, lead_ns):
+            return Offer(server, tokens)
+    return None
 
 
 def _ahead(servers: Collection[Server], waiting_tokens: float) -> Offer | None:
@@ -78,7 +107,9 @@ def _ahead(servers: Collection[Server], waiting_tokens: float) -> Offer | None:
     return Offer(server, _tokens_max(server))
 
 
-def _before_boundary(servers: Collection[Server], now_ns: int, lead_ns: int) -> Offer | None:
+def _before_boundary(
+    servers: Collection[Server], waiting_tokens: float, now_ns: int, lead_ns: int
+) -> Offer | None:
     """What there is, for the boundary that comes first, when it is time to leave for it."""
     for start_ns, server in _by_start(servers):
         if now_ns < start_ns - lead_ns:
@@ -87,6 +118,8 @@ def _before_boundary(servers: Collection[Server], now_ns: int, lead_ns: int) -> 
         if tokens < 1.0:
             continue
         leave_ns = _leave_ns(server, start_ns, lead_ns)
+        if waiting_tokens >= _LARGE * full_tokens(server):
+            leave_ns = start_ns - lead_ns
         if now_ns < leave_ns < NEVER_NS:
             # Not sooner to another: servers that end their passes together would all be kept busy
             # with a part each, and never fall out of step.
@@ -118,15 +151,19 @@ def _reach_ns(server: Server, lead_ns: int) -> int:
 
 def _in_time(server: Server, start_ns: int, now_ns: int, lead_ns: int) -> bool:
     """Whether a claim sent now is there before that start, or will find the server idle then."""
-    limits = server.limits
-    shared = limits is None or limits.window_tokens < 2 * limits.batch_tokens_target
-    if server.boundary_claims == 0 and not shared:
+    if server.boundary_claims == 0 and not _shared(server):
         return True
     return now_ns <= start_ns - _reach_ns(server, lead_ns)
 
 
+def _shared(server: Server) -> bool:
+    """Whether other streams send there too: a lone one has the whole window."""
+    limits = server.limits
+    return limits is None or limits.window_tokens < 2 * limits.batch_tokens_target
+
+
 def _by_start(servers: Collection[Server]) -> Sequence[tuple[int, Server]]:
-    """Busy servers and the start of their first pass with room, where it is known; soonest first."""
+    """Busy servers and when their first pass with room starts, where known; soonest first."""
     known = [(server.next_start_ns(), server) for server in servers]
     known = [each for each in known if each[0] < NEVER_NS]
     known.sort(key=lambda each: (each[0], each[1].address))
