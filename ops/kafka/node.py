@@ -48,7 +48,7 @@ class NodeOptions:
     port: int = 0
     controller_port: int = 0
     heap_mib: int = 512
-    start_timeout_s: float = 120.0
+    start_timeout_s: float = 180.0
     stop_timeout_s: float = 20.0
     overrides: tuple[tuple[str, str], ...] = ()
 
@@ -132,12 +132,19 @@ class KafkaNode:
         java = shutil.which("java")
         if java is None:
             raise KafkaUnavailableError("Java 17 (java) is not on the PATH")
-        classpath = f"{fetch_jars(self.options.cache_dir)}/*"
+        jars = fetch_jars(self.options.cache_dir)
+        classpath = f"{jars}/*"
         self.data_dir.mkdir(parents=True, exist_ok=True)
         kill_leftovers(self.options.cache_dir, self.data_dir)
         properties = self._write_properties()
         if not (self.data_dir / "data" / "meta.properties").exists():
-            self._format(java, classpath, properties)
+            # A formatted folder knows no ports: one is made per version and copied, since each
+            # start of a Java machine is two seconds of CPU.
+            template = jars.with_name(jars.name.replace("jars", "formatted"))
+            if not template.is_dir():
+                self._format(java, classpath, properties)
+                _publish(self.data_dir / "data", template)
+            shutil.copytree(template, self.data_dir / "data", dirs_exist_ok=True)
         seen_bytes = self.log_path.stat().st_size if self.log_path.exists() else 0
         command = [java, *JVM_OPTIONS, f"-Xmx{self.options.heap_mib}m", *self._log_options()]
         with (self.data_dir / "node.out").open("ab") as out:
@@ -273,6 +280,18 @@ def kill_leftovers(cache_dir: Path, data_dir: Path | None = None) -> list[int]:
             shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
     return killed
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Copy a folder to where others may look for it at any moment; the first to do so wins."""
+    part = Path(tempfile.mkdtemp(prefix="part-", dir=target.parent))
+    shutil.copytree(folder, part, dirs_exist_ok=True)
+    try:
+        part.rename(target)
+    except OSError:
+        shutil.rmtree(part)
+        if not target.is_dir():
+            raise
 
 
 def _record_path(cache_dir: Path, pid: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ from confluent_kafka.cimpl import NewTopic
 from aggregator.adapters.mock_broker import MockBroker, MockBrokerError
 from ops.kafka.node import KafkaNode, NodeOptions
 from tests.conftest import TopicFactory
-
 
 OWNER = """
 from aggregator.adapters.mock_broker import MockBroker
@@ -96,21 +96,26 @@ def test_node_carries_records(kafka: KafkaNode, kafka_topic: TopicFactory) -> No
 
 
 @pytest.mark.kafka
-def test_node_comes_back_with_its_data(tmp_path: Path) -> None:
-    """A killed node starts again on its port with its records, and a leftover is killed first."""
-    options = NodeOptions(data_dir=tmp_path / "node")
-    with KafkaNode(options) as node:
-        admin = AdminClient({"bootstrap.servers": node.bootstrap_servers})
+def test_foreground_node_takes_over_a_leftover_and_stops_clean(tmp_path: Path) -> None:
+    """A node that was left behind is killed first; its records are there; SIGTERM ends it."""
+    leftover = KafkaNode(NodeOptions(data_dir=tmp_path / "node"))
+    try:
+        leftover.start()
+        admin = AdminClient({"bootstrap.servers": leftover.bootstrap_servers})
         admin.create_topics([NewTopic("kept", 1, 1)])["kept"].result(30)
-        send_one(node.bootstrap_servers, "kept", b"x")
-        node.kill()
-        assert not node.running
-        node.start()
-        assert read_one(node.bootstrap_servers, "kept") == b"x"
-        # As if we had died and come back: the same folder, another owner object.
-        same = NodeOptions(
-            data_dir=options.data_dir, port=node.port, controller_port=node.controller_port
+        send_one(leftover.bootstrap_servers, "kept", b"x")
+        command = [sys.executable, "-m", "ops.kafka", "--port", str(leftover.port)]
+        node = subprocess.Popen(
+            [*command, "--data-dir", str(leftover.data_dir)], stdout=subprocess.PIPE, text=True
         )
-        with KafkaNode(same) as successor:
-            assert not node.running
-            assert read_one(successor.bootstrap_servers, "kept") == b"x"
+        assert node.stdout is not None
+        assert leftover.bootstrap_servers in node.stdout.readline()
+        assert not leftover.running
+        assert read_one(leftover.bootstrap_servers, "kept") == b"x"
+        node.terminate()
+        node.communicate()
+        assert node.returncode == 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", leftover.port))
+    finally:
+        leftover.stop()
