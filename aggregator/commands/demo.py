@@ -190,7 +190,9 @@ def _run(
             _keep(stack, options.model_name, steps)
         steps.say("stopping")
     if not figures.delivery.exact:
-        raise StackError("not every query got exactly one vector")
+        error = figures.delivery.first_error
+        why = f"; the first error: {error}" if error else ""
+        raise StackError(f"not every query got exactly one vector{why}")
 
 
 def _keep(stack: Stack, model_name: str, steps: Steps) -> None:

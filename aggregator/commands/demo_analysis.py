@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from aggregator.commands.demo_load import Phase
 from aggregator.commands.demo_report import Delivery, Neighbour, Neighbourhood
-from aggregator.commands.received import NotAResultError, ReceivedResult, read_result
+from aggregator.commands.received import NotAResultError, read_result
 
 Matrix = npt.NDArray[np.float32]
 
@@ -68,23 +68,21 @@ def as_claims(raw: Sequence[int], tokens: Sequence[int], queries: int) -> list[C
     ]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """All results of all phases. `vectors` and `tokens` are by the text's index."""
 
     delivery: Delivery
     vectors: dict[int, Matrix]
     tokens: dict[int, int]
-    first_error: ReceivedResult | None = None
-    unreadable: str = ""
 
 
 def outcome(phases: Sequence[Phase], duplicates: int) -> Outcome:
     """Read every result and keep the ledger: each query has a vector, an error, or nothing."""
     vectors: dict[int, Matrix] = {}
     tokens: dict[int, int] = {}
-    ok = errors = missing = 0
-    first_error, unreadable = None, ""
+    ok = missing = 0
+    errors: list[str] = []
     for query in [query for phase in phases for query in phase.queries]:
         if query.record is None:
             missing += 1
@@ -92,22 +90,23 @@ def outcome(phases: Sequence[Phase], duplicates: int) -> Outcome:
         try:
             result = read_result(query.record)
         except NotAResultError as error:
-            errors, unreadable = errors + 1, str(error)
+            errors.append(str(error))
             continue
         if result.vector is None:
-            errors, first_error = errors + 1, first_error or result
+            errors.append(result.as_line())
             continue
         ok += 1
         vectors[query.text_index] = result.vector
         tokens[query.text_index] = result.tokens
     delivery = Delivery(
-        sent=ok + errors + missing,
+        sent=ok + len(errors) + missing,
         results_ok=ok,
-        results_error=errors,
+        results_error=len(errors),
         missing=missing,
         duplicates=duplicates,
+        first_error=errors[0] if errors else "",
     )
-    return Outcome(delivery, vectors, tokens, first_error, unreadable)
+    return Outcome(delivery=delivery, vectors=vectors, tokens=tokens)
 
 
 def cosine(one: Matrix, other: Matrix) -> float:

@@ -101,7 +101,8 @@ def measure(stack: Stack, texts: Sequence[str], seconds: float, steps: Steps) ->
     measured = _load(stack, texts, seconds, steps)
     result = outcome([measured.warm_up, measured.paced, measured.flood], measured.duplicates)
     if not result.vectors:
-        raise StackError(f"no query got a vector: {_first_error(result)}")
+        why = result.delivery.first_error or "no result came at all"
+        raise StackError(f"no query got a vector: {why}")
     sample = sorted(result.vectors)[:ONE_BY_ONE_QUERIES]
     with steps.bar(f"{len(sample)} of them one by one on the same engine", len(sample)) as advance:
         alone = _one_by_one(stack, [texts[index] for index in sample], advance)
@@ -237,9 +238,3 @@ def _engine(info: embedding_service_pb2.GetModelInfoResponse) -> Engine:
         precision=info.precision,
         dimensions=info.dimensions,
     )
-
-
-def _first_error(result: Outcome) -> str:
-    if result.first_error is not None:
-        return result.first_error.as_line()
-    return result.unreadable or "no result came at all"

@@ -63,6 +63,8 @@ class Delivery:
     results_error: int
     missing: int
     duplicates: int
+    first_error: str = ""
+    """What the first result without a vector says; empty: there is none."""
 
     @property
     def exact(self) -> bool:

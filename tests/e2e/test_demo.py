@@ -131,6 +131,17 @@ def test_keep_says_how_to_send_and_ctrl_c_ends_it() -> None:
 
 
 @pytest.mark.mock_broker
+def test_a_query_without_a_vector_fails_the_demo_and_says_why(tmp_path: Path) -> None:
+    queries = tmp_path / "queries.txt"
+    queries.write_text(f"fine\n{'x' * 200_000}\n")
+    with DemoProcess(*QUICK, "--queries", str(queries)) as demo:
+        assert demo.ended() == 1, demo.output
+        assert re.search(r"3 of 6  3 errors, 0 without a result, 0 doubled", demo.output)
+        assert "Error: not every query got exactly one vector; the first error: " in demo.output
+        assert "INVALID_ARGUMENT  INVALID_FIELD (field text)" in demo.output
+
+
+@pytest.mark.mock_broker
 def test_a_model_that_is_not_there_is_told_with_the_servers_log() -> None:
     with DemoProcess("--model", "./no-such-folder") as demo:
         assert demo.ended() == 1
