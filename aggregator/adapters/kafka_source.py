@@ -138,6 +138,8 @@ class KafkaSource:
         """Check the configuration; connect to nothing yet. Raises `KafkaConfigError`."""
         self._options = options
         self._listener = listener
+        self.joined = False
+        """The group has said at least once what is ours, if only that nothing is."""
         self._commands: queue.SimpleQueue[SourceCommand | _Taken | _Close] = queue.SimpleQueue()
         config = consumer_config(options.kafka)
         config |= {"error_cb": self._on_error, "on_commit": self._on_commit}
@@ -336,6 +338,7 @@ class KafkaSource:
     # Rebalances: called by the client inside poll and consume ------------------------------------
 
     def _on_assign(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
+        self.joined = True
         if not partitions:  # a rebalance that changed nothing for us
             return
         tps = _tuples(partitions)

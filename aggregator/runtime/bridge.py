@@ -51,8 +51,6 @@ class Bridge:
         log: Logger,
     ) -> None:
         """It must be attached before the source starts."""
-        self.assigned = False
-        """Partitions were assigned at least once."""
         self._intake = intake
         self._loop = loop
         self._metrics = metrics
@@ -72,7 +70,7 @@ class Bridge:
 
     def on_event(self, event: GroupEvent) -> None:
         """Something happened to the group or a commit."""
-        self._soon(self._group, event)
+        self._soon(self._feed, event)
 
     def on_retention_loss(self, tp: TopicPartition, count: int) -> None:
         """Records were deleted before they were read."""
@@ -96,8 +94,7 @@ class Bridge:
 
     # On the loop ---------------------------------------------------------------------------------
 
-    def _group(self, event: GroupEvent) -> None:
-        self.assigned = self.assigned or isinstance(event, ev.PartitionsAssigned)
+    def _feed(self, event: ev.Event) -> None:
         self._driver.feed([event])
 
     def _admit(self, batch: RawBatch, arrived_ns: int, wall_ms: int) -> None:

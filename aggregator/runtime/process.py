@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from aggregator.telemetry.logs import Logger
 
 MS = 1_000_000
-GC_THRESHOLDS = (50_000, 20, 100)
+GC_THRESHOLDS = (100_000, 50, 1_000)
 """Queries have no cycles: the collector finds nothing and costs more the more are held."""
 LEAVE_TIMEOUT_S = 10.0
 
@@ -339,8 +339,8 @@ class _Process:
         if self._driver.halted.done():
             return ["stopped"]
         missing = ["draining"] if self._draining else []
-        if not self._bridge.assigned:
-            missing.append(f"no partition of {self._settings.queries_topic} is assigned")
+        if not self._source.joined:
+            missing.append(f"the group {self._settings.group_id} is not joined")
         if self._core.gauges().writing_suspended:
             missing.append("results can't be written")
         missing += filter(None, (servers.missing() for servers in self._servers.values()))

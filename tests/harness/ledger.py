@@ -6,6 +6,7 @@ whatever its id says. Used against the mock cluster and real brokers alike.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -119,6 +120,12 @@ class Ledger:
     def lost(self) -> list[str]:
         """Records without a result."""
         return [name for place, name in self.sent.items() if place not in self.results]
+
+    @property
+    def errors(self) -> list[str]:
+        """The results that hold no vector, as lines."""
+        found = itertools.chain.from_iterable(self.results.values())
+        return [result.as_line() for result in found if not result.ok]
 
     @property
     def duplicates(self) -> int:
