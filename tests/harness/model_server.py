@@ -22,7 +22,7 @@ from model_server.core.lifecycle import Phase
 from model_server.engines.base import Tokens, Vectors
 from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
 from model_server.server.process import ModelServer
-from model_server.settings import ModelServerSettings, load_settings
+from model_server.settings import Fault, ModelServerSettings, load_settings
 from protos.embedding.v1 import embedding_service_pb2 as pb
 from protos.embedding.v1 import embedding_service_pb2_grpc as pb_grpc
 
@@ -33,6 +33,20 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+FAST = SimulatedOptions(
+    fixed_ms=0,
+    slope_us_per_token=0,
+    matryoshka_dimensions=(64, 100),
+    input_tokens_max=40,
+    faults={
+        "[[raise]]": Fault.RAISE,
+        "[[nan]]": Fault.NAN,
+        "[[die]]": Fault.DIE,
+        "[[short]]": Fault.SHORT,
+    },
+)
+"""Answers at once; target 64, one input at most 40; markers for what may go wrong."""
 
 StreamCall = grpc.aio.StreamStreamCall[pb.EmbedStreamRequest, pb.EmbedStreamResponse]
 
@@ -186,6 +200,12 @@ class Stream:
         """Read until a pass with this request is announced."""
         while request_id not in self.states[-1].running:
             assert await self.read() is not None
+
+
+def stub_of(channel: grpc.aio.Channel) -> pb_grpc.EmbeddingServiceAsyncStub:
+    """The unary calls, typed as what an aio channel gives."""
+    stub: Any = pb_grpc.EmbeddingServiceStub(channel)
+    return stub  # type: ignore[no-any-return]
 
 
 def reasons(status: status_pb2.Status) -> tuple[str, str | None, bool]:
