@@ -182,7 +182,7 @@ def measure(options: argparse.Namespace) -> list[tuple[Cost, Cost]]:
     topics |= {"results": partitions, "floor": partitions}
     console = Console(stderr=True)
     child, server, url = model_server(
-        {"MODEL_SERVER_SIMULATED__FIXED_MS": "0", "MODEL_SERVER_SIMULATED__SLOPE_US": "0"}
+        {"MODEL_SERVER_SIMULATED__FIXED_MS": "0", "MODEL_SERVER_SIMULATED__SLOPE_US_PER_TOKEN": "0"}
     )
     rounds: list[tuple[Cost, Cost]] = []
     with child:

@@ -211,7 +211,7 @@ class Phases:
         server, grpc, url = model_server(
             {
                 "MODEL_SERVER_SIMULATED__FIXED_MS": str(pass_ms),
-                "MODEL_SERVER_SIMULATED__SLOPE_US": "0",
+                "MODEL_SERVER_SIMULATED__SLOPE_US_PER_TOKEN": "0",
                 "MODEL_SERVER_BATCH_TOKENS_TARGET": str(TARGET_TOKENS),
             }
         )
