@@ -19,7 +19,7 @@ from pathlib import Path
 from ops.compose.project import ROOT, ComposeError, Health, Project, Service
 from ops.kafka.node import fetch_jars
 
-PACKAGES = ("buildah", "podman", "runc", "netavark", "aardvark-dns", "debootstrap")
+PACKAGES = ("buildah", "podman", "runc", "netavark", "aardvark-dns", "iptables", "debootstrap")
 STANDINS = Path(__file__).resolve().parent / "standins"
 CACHE = ROOT / ".cache" / "standins"
 # crun and podman's default limits are refused in a container without privileges.
@@ -55,7 +55,7 @@ class PodmanStack:
         bases = {
             base
             for build in built.values()
-            for base in re.findall(r"^FROM (\S+)", build.dockerfile.read_text(), re.MULTILINE)
+            for base in re.findall(r"^FROM (\S+:\S+)", build.dockerfile.read_text(), re.MULTILINE)
         }
         for base in sorted(bases):
             self._import_debian(base)
