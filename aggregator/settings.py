@@ -103,7 +103,7 @@ class AggregatorSettings(BaseSettings):
     bootstrap_servers: str = Field(default="localhost:9092", min_length=1)
     group_id: str = Field(default="aggregator", min_length=1)
     instance_name: str | None = Field(default=None, min_length=1)
-    """Unique in the group: static membership."""
+    """Unique in the group; the clients' id towards the brokers."""
     group_protocol: Literal["classic", "consumer"] = "classic"
     """classic: cooperative-sticky; consumer: KIP-848, needs brokers of 4.0."""
     queries_topic: Topic = "queries"

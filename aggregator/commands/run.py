@@ -39,7 +39,8 @@ def run(*, config: Path | None, print_config: bool) -> None:
     from aggregator.runtime.process import StartError, run_aggregator  # noqa: PLC0415
 
     try:
-        status = run_aggregator(settings)
+        halt = run_aggregator(settings)
     except StartError as error:
         raise click.ClickException(str(error)) from error
-    raise SystemExit(status)
+    if halt.exit_code:
+        raise click.ClickException(halt.message)

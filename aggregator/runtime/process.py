@@ -25,7 +25,7 @@ from aggregator.adapters.model_servers import ModelServers
 from aggregator.adapters.server_stream import StreamOptions
 from aggregator.core.dispatch import DispatchOptions
 from aggregator.core.effects import Halt
-from aggregator.core.events import Event, ServerPhase, StopRequested
+from aggregator.core.events import Event, ServerChanged, ServerPhase, StopRequested
 from aggregator.core.machine import Aggregator, AggregatorOptions
 from aggregator.runtime.bridge import Bridge, SinkPort, Token
 from aggregator.runtime.driver import Driver, Ports
@@ -46,14 +46,15 @@ MS = 1_000_000
 GC_THRESHOLDS = (100_000, 50, 1_000)
 """Queries have no cycles: the collector finds nothing and costs more the more are held."""
 LEAVE_TIMEOUT_S = 10.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StartError(Exception):
     """The process can't start; the message is one line."""
 
 
-def run_aggregator(settings: AggregatorSettings) -> int:
-    """Run until SIGTERM, SIGINT or a failure; return the exit status.
+def run_aggregator(settings: AggregatorSettings) -> Halt:
+    """Run until SIGTERM, SIGINT or a failure; return how it ended.
 
     Raises:
         StartError: Something that must be there at start is not.
@@ -63,19 +64,30 @@ def run_aggregator(settings: AggregatorSettings) -> int:
         return runner.run(_run(settings, log))
 
 
-async def _run(settings: AggregatorSettings, log: Logger) -> int:
+async def _run(settings: AggregatorSettings, log: Logger) -> Halt:
+    """Build and run; a signal during the checks at start is obeyed too (as process 1 of a container
+    the default is to ignore it).
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    building = asyncio.create_task(_Process.build(settings, log))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({building, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not building.done():
+        building.cancel()
+        return Halt(exit_code=0, message="stopped before it had started")
     try:
-        process = await _Process.build(settings, log)
+        process = await building
     except (KafkaConfigError, TopicsError, HealthError, ValueError) as error:
         raise StartError(str(error)) from error
-    return await process.run()
+    return await process.run(stop_at_once=stop.is_set())
 
 
 def kafka_options(settings: AggregatorSettings) -> KafkaOptions:
     """What both Kafka clients are made of."""
-    overrides = dict(settings.kafka)
-    if settings.instance_name is not None:
-        overrides.setdefault("group.instance.id", settings.instance_name)
     return KafkaOptions(
         bootstrap_servers=settings.bootstrap_servers,
         group_id=settings.group_id,
@@ -83,7 +95,7 @@ def kafka_options(settings: AggregatorSettings) -> KafkaOptions:
         group_protocol=settings.group_protocol,
         max_poll_interval_ms=settings.max_poll_interval_ms,
         session_timeout_ms=settings.session_timeout_ms,
-        overrides=overrides,
+        overrides=settings.kafka,
     )
 
 
@@ -158,6 +170,8 @@ class _Process:
         loop = asyncio.get_running_loop()
         self._log = log
         self._settings = settings
+        self._estimators = estimators
+        self._revisions_seen: set[tuple[str, str, str]] = set()
         version = importlib.metadata.version("token-batching")
         self._metrics = m.Metrics(models=settings.models, version=version)
         self._core = Aggregator(core_options(settings, estimators))
@@ -256,8 +270,8 @@ class _Process:
 
     # Running -------------------------------------------------------------------------------------
 
-    async def run(self) -> int:
-        """Start everything, wait for the halt, take everything down; return the exit status."""
+    async def run(self, *, stop_at_once: bool = False) -> Halt:
+        """Start everything, wait for the halt, take everything down."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._loop_exception)
         with self._signals(loop):
@@ -270,10 +284,12 @@ class _Process:
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
+            if stop_at_once:
+                self._stop(signal.SIGTERM)
             halt = await self._driver.halted
             await self._close()
         self._say_goodbye(halt)
-        return halt.exit_code
+        return halt
 
     def _say_goodbye(self, halt: Halt) -> None:
         say = self._log.info if halt.exit_code == 0 else self._log.error
@@ -281,12 +297,12 @@ class _Process:
 
     @contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             loop.add_signal_handler(number, self._stop, number)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
     def _stop(self, number: signal.Signals) -> None:
@@ -312,7 +328,28 @@ class _Process:
     # Supervision ---------------------------------------------------------------------------------
 
     def _feed(self, events: list[Event]) -> None:
-        self._driver.feed(events)  # built after the streams
+        """What the streams emit; the driver is built after them."""
+        self._driver.feed(events)
+        for event in events:
+            if isinstance(event, ServerChanged) and event.limits is not None:
+                self._check_revision(event)
+
+    def _check_revision(self, event: ServerChanged) -> None:
+        """Say once that a server is not used."""
+        key = (event.model, event.server, event.model_revision)
+        if key in self._revisions_seen:
+            return
+        self._revisions_seen.add(key)
+        used = self._core.dispatchers[event.model].revision
+        if event.model_revision != used:
+            self._log.error(
+                "server not used: it has another revision",
+                model=event.model,
+                server=event.server,
+                revision=event.model_revision,
+                revision_used=used,
+                pinned=self._settings.models[event.model].revision is not None,
+            )
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or self._driver.halted.done():
@@ -362,6 +399,9 @@ class _Process:
                 for claim in server.claims.values()
             )
             metrics.set(m.IN_FLIGHT_QUERIES, in_flight, name)
+            metrics.set(m.QUERIES_RETRIED, dispatcher.retried, name)
+            metrics.set(m.ENGINE_DEATHS, dispatcher.deaths, name)
+            metrics.set(m.ESTIMATOR_FAILURES, self._estimators[name].failures, name)
             wrong = sum(
                 not server.revision_ok and server.phase is not ServerPhase.DOWN
                 for server in dispatcher.servers

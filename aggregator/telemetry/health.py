@@ -22,6 +22,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 ALIVE_SECONDS = 5.0
 CLIENT_TIMEOUT_SECONDS = 10.0
+POLL_SECONDS = 0.1
+"""How long `close` may have to wait."""
 
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ class HealthServer:
             raise HealthError(f"metrics_listen {listen}: {error.strerror or error}") from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="health", daemon=True
+            target=self._server.serve_forever, args=(POLL_SECONDS,), name="health", daemon=True
         )
         self._thread.start()
 

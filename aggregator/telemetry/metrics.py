@@ -195,6 +195,21 @@ SERVERS_WRONG_REVISION = _gauge(
     "Model servers not used because they serve another revision.",
     "model",
 )
+QUERIES_RETRIED = _counter(
+    "aggregator_queries_retried_total",
+    "Queries put back after a claim that failed: a rise points at a model server.",
+    "model",
+)
+ENGINE_DEATHS = _counter(
+    "aggregator_query_deaths_total",
+    "Times that a query's engine or stream died with it in a pass: two make it a suspect.",
+    "model",
+)
+ESTIMATOR_FAILURES = _counter(
+    "aggregator_estimator_failures_total",
+    "Texts that the tokenizer failed on and whose size was guessed instead.",
+    "model",
+)
 STREAMS_OPENED = _counter(
     "aggregator_streams_opened_total",
     "Streams to model servers that became ready.",

@@ -179,6 +179,13 @@ def test_queries_wait_for_a_server_that_comes_later(
     assert all(result.ok for results in ledger.results.values() for result in results)
 
 
+def test_sigterm_before_it_works_ends_with_0(broker: MockBroker, server_port: int) -> None:
+    with aggregator(broker, server_port) as process:
+        process.wait_for(lambda line: line.get("event") == "topics")
+        assert process.terminate() == 0, process.lines
+        assert not [line for line in process.lines if line.get("event") == "claim"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

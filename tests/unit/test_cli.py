@@ -1,0 +1,79 @@
+"""The command line: every command's help with an example, settings shown, failures in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from aggregator.cli import COMMANDS, group
+
+MODELS = {"AGGREGATOR_MODELS": "minilm=localhost:50051"}
+
+
+def commands() -> list[list[str]]:
+    """Every command with its subcommands, as words."""
+    context = click.Context(group)
+    found = []
+    for name in COMMANDS:
+        command = group.get_command(context, name)
+        found.append([name])
+        if isinstance(command, click.Group):
+            found += [[name, sub] for sub in command.list_commands(context)]
+    return found
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_command_has_help_with_an_example(words: list[str]) -> None:
+    result = CliRunner().invoke(group, [*words, "--help"])
+    assert result.exit_code == 0
+    assert "Example" in result.output
+    assert f"aggregator {' '.join(words)}" in result.output
+
+
+def test_the_group_lists_all_and_imports_none() -> None:
+    probe = (
+        "import sys, aggregator.cli as c; from click.testing import CliRunner as R; "
+        "r = R().invoke(c.group, ['--help']); assert r.exit_code == 0, r.output; "
+        "assert all(name in r.output for name in c.COMMANDS); "
+        "assert not {'grpc', 'confluent_kafka', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
+
+
+def test_print_config_shows_what_results(tmp_path: Path) -> None:
+    config = tmp_path / "aggregator.toml"
+    config.write_text('ttl_ms = 5\n[kafka]\n"ssl.key.password" = "hunter2"\n')
+    result = CliRunner(env=MODELS).invoke(group, ["run", "--config", str(config), "--print-config"])
+    assert result.exit_code == 0
+    shown = json.loads(result.output)
+    assert shown["ttl_ms"] == 5
+    assert shown["models"]["minilm"]["servers"] == ["localhost:50051"]
+    assert "hunter2" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"AGGREGATOR_MODELS": ""}, "models: required"),
+        ({**MODELS, "AGGREGATOR_TTL": "5"}, "unknown setting AGGREGATOR_TTL"),
+        ({**MODELS, "AGGREGATOR_KAFKA__acks": "1"}, "'acks' is refused"),
+    ],
+)
+def test_failures_are_one_line(environment: dict[str, str], message: str) -> None:
+    result = CliRunner(env=environment).invoke(group, ["run"])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert message in line
+
+
+def test_an_unknown_command_is_said_to_be_one() -> None:
+    result = CliRunner().invoke(group, ["rnu"])
+    assert result.exit_code == 2
+    assert "No such command 'rnu'" in result.stderr
