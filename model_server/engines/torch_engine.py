@@ -163,6 +163,8 @@ class _PackedModel:
     @torch.inference_mode()
     def embed(self, inputs: Sequence[Tokens]) -> Vectors:
         """One pass over all inputs, sorted by length inside, answered in their order."""
+        if not inputs:
+            return np.empty((0, self.dimensions), dtype=np.float32)
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
         lengths = [len(inputs[index].ids) for index in order]
         ids = np.concatenate([np.asarray(inputs[index].ids, dtype=np.int64) for index in order])

