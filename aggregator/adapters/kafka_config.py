@@ -200,8 +200,9 @@ def producer_config(
     """
     check_overrides(options)
     config: Config = {
-        # A burst of results becomes one batch; measured best of 0, 0.5, 1, 5 at low and full load.
-        "linger.ms": 1,
+        # Whatever waits for a request in flight forms the next batch by itself: at 0, 0.5, 1, 5 ms
+        # a hop took 1.2, 2.0, 2.1, 6.2 ms at low load, for the same CPU per record.
+        "linger.ms": 0,
         "queue.buffering.max.messages": 500_000,
         "queue.buffering.max.kbytes": 384 * 1024,
         **_common(options),

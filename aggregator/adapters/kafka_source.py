@@ -7,7 +7,7 @@ for as long as the first keeps polling. Invariants:
   `taken()`, and commands sent before it are carried out before it. So a pause that the batch caused
   is in force before anything more is read: no window grows by more than one poll.
 - Assignments are numbered (epochs). A commit of another epoch than a partition's current one is
-  dropped here, since the broker would accept it. Each commit id is answered exactly once.
+  dropped, since the broker would accept it. Each commit id is answered exactly once.
 - A revoke returns only after `Release`, or its deadline; a loss is announced and returns at once.
 
 Must not know what records hold, nor decide anything: branching and policy live in the core.
@@ -33,8 +33,9 @@ from confluent_kafka import (
     TopicPartition as KafkaPartition,
 )
 
+from aggregator.adapters.kafka_commits import Commits
 from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, consumer_config
-from aggregator.core.effects import Commit, CommitOffset, Pause, Release, Resume, StopPolling
+from aggregator.core.effects import Commit, Pause, Release, Resume, StopPolling
 from aggregator.core.events import (
     CommitDone,
     CommitFailed,
@@ -64,7 +65,6 @@ _HOPELESS = frozenset(
 
 RawRecord: TypeAlias = "Message[Any, Any]"  # quoted: no generic at run time
 """A record as the client gives it."""
-_NOT_OURS = "its partitions are not assigned to us any more"
 GroupEvent = PartitionsAssigned | PartitionsRevoking | PartitionsLost | CommitDone | CommitFailed
 SourceCommand = Commit | Pause | Resume | Release | StopPolling
 
@@ -163,10 +163,9 @@ class KafkaSource:
         self._stopped = False
         self._pause_due = False
         self._closing = False
-        self._commit_ids: list[int] = []  # of the asynchronous commit in flight
-        self._commits_waiting: list[Commit] = []
-        self._commits_overtaken = 0
-        self._commit_by_s: float | None = None
+        self._commits = Commits(
+            self._consumer, listener.on_event, timeout_s=options.commit_timeout_ms / 1_000
+        )
 
     # From any thread -----------------------------------------------------------------------------
 
@@ -225,16 +224,14 @@ class KafkaSource:
             while not self._closing:
                 self._serve_commands()
                 if not self._closing:
-                    self._send_waiting_commits()
+                    self._commits.pump(self._epochs)
                     self._poll()
-                    self._give_up_late_commits()
         except Exception as error:  # noqa: BLE001 - the thread's end must be told, whatever it is
             self._listener.on_fault(f"the consumer's thread failed: {error!r}", fatal=True)
         finally:
             self._closing = True
             self._consumer.close()
-            waiting = [commit.commit_id for commit in self._commits_waiting]
-            self._answer(self._take_commit_ids() + waiting, "the consumer was closed")
+            self._commits.close()
 
     def _serve_commands(self) -> None:
         """Carry out what is waiting; while a batch is out, wait for more until it is taken."""
@@ -250,7 +247,7 @@ class KafkaSource:
             case _Taken():
                 self._batch_out = False
             case Commit():
-                self._commit(command)
+                self._commits.add(command, self._epochs, in_callback=self._revoking)
             case Pause():
                 self._consumer.pause(self._owned(command.partitions))
             case Resume():
@@ -403,131 +400,13 @@ class KafkaSource:
         self._epochs = epochs
         self._partitions = [KafkaPartition(*tp) for tp in epochs]
 
-    # Commits -------------------------------------------------------------------------------------
-
-    def _commit(self, commit: Commit) -> None:
-        self._commits_waiting.append(commit)
-        if commit.synchronous and self._revoking:
-            self._commit_now()
-            return
-        if commit.synchronous:
-            # The report comes by the next polls; a synchronous call could not be given up: it
-            # blocked for 46 s in an outage, longer than anybody waits for a process to end.
-            self._commit_by_s = time.monotonic() + self._options.commit_timeout_ms / 1_000
-        self._send_waiting_commits()
-
-    def _give_up_late_commits(self) -> None:
-        """Answer a last commit that got no report in time."""
-        if self._commit_by_s is None:
-            return
-        if not self._commit_ids and not self._commits_waiting:
-            self._commit_by_s = None
-        elif time.monotonic() > self._commit_by_s:
-            self._commit_by_s = None
-            self._commits_overtaken += bool(self._commit_ids)
-            waiting = [commit.commit_id for commit in self._commits_waiting]
-            self._commits_waiting = []
-            self._answer(self._take_commit_ids() + waiting, "no answer in time")
-
-    def _send_waiting_commits(self) -> None:
-        """Send what is waiting as one asynchronous commit, unless one is in flight."""
-        if self._commit_ids or not self._commits_waiting:
-            return
-        self._commit_ids = self._store_waiting()
-        if not self._commit_ids:
-            return
-        try:
-            self._consumer.commit(asynchronous=True)
-        except KafkaException as error:
-            self._answer(self._take_commit_ids(), _failure(error.args[0]))
-
-    def _commit_now(self) -> None:
-        """Commit all that is waiting synchronously, overtaking the commit in flight.
-
-        Its report is served by `poll`, never inside a callback. What it would have committed is
-        stored, so that this commit holds it too: both have one outcome, and its report is ignored.
-        """
-        stored = self._store_waiting()
-        if not stored:
-            return
-        overtaken = self._take_commit_ids()
-        self._commits_overtaken += bool(overtaken)
-        try:
-            failure = _failure(None, self._consumer.commit(asynchronous=False))
-        except KafkaException as error:
-            failure = _failure(error.args[0])
-        self._answer(overtaken + stored, failure)
-
-    def _store_waiting(self) -> list[int]:
-        """Store the offsets of all waiting commits, the newest of each partition.
-
-        Returns the ids of those of which anything is still ours; the others are answered here.
-        """
-        waiting, self._commits_waiting = self._commits_waiting, []
-        newest: dict[TopicPartition, CommitOffset] = {}
-        ours: list[int] = []
-        for commit in waiting:
-            current = {o.tp: o for o in commit.offsets if self._epochs.get(o.tp) == o.epoch}
-            newest |= current
-            if current:
-                ours.append(commit.commit_id)
-            else:
-                self._answer([commit.commit_id], _NOT_OURS)
-        stored = [self._store(entry) for entry in newest.values()]
-        if any(stored):
-            return ours
-        self._answer(ours, _NOT_OURS)
-        return []
-
-    def _store(self, entry: CommitOffset) -> bool:
-        """Store one offset; returns False if its partition was taken from us a moment ago."""
-        offset = KafkaPartition(*entry.tp, entry.offset_next)
-        try:
-            self._consumer.store_offsets(offsets=[offset])
-        except KafkaException as error:
-            # The callback that says so is still to come.
-            if error.args[0].code() != KafkaError._STATE:
-                raise
-            return False
-        return True
-
     def _on_commit(self, error: KafkaError | None, partitions: list[KafkaPartition]) -> None:
         """Called by the client inside poll: an asynchronous commit has ended."""
-        if self._commits_overtaken:
-            self._commits_overtaken -= 1
-            return
-        self._answer(self._take_commit_ids(), _failure(error, partitions))
-
-    def _take_commit_ids(self) -> list[int]:
-        ids, self._commit_ids = self._commit_ids, []
-        return ids
-
-    def _answer(self, commit_ids: Iterable[int], failure: str | None) -> None:
-        for commit_id in commit_ids:
-            self._listener.on_event(
-                CommitDone(commit_id=commit_id)
-                if failure is None
-                else CommitFailed(commit_id=commit_id, message=failure)
-            )
+        self._commits.ended(error, partitions)
 
     def _on_error(self, error: KafkaError) -> None:
         """Called by the client inside poll: its connections, or the client itself, have trouble."""
         self._listener.on_fault(error.str(), fatal=error.fatal())
-
-
-def _failure(
-    error: KafkaError | None, partitions: Iterable[KafkaPartition] | None = None
-) -> str | None:
-    """Return why a commit failed, None if it did not.
-
-    "No offset" says that all stored offsets are committed already.
-    """
-    if error is not None:
-        return None if error.code() == KafkaError._NO_OFFSET else error.str()
-    for partition in partitions or ():
-        if partition.error is not None:
-            return f"{partition.topic}-{partition.partition}: {partition.error.str()}"
-    return None
 
 
 def _tuples(partitions: Iterable[KafkaPartition]) -> list[TopicPartition]:
