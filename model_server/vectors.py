@@ -16,6 +16,7 @@ import numpy.typing as npt
 from model_server.engines.base import Vectors
 
 INT8_MAX = 127
+_ONE = np.float32(1)
 _LENGTH_TOLERANCE = np.float32(1e-6)
 """Squared lengths this close to 1 are what float32 can do: dividing again would only round again.
 Decided row by row, so that a row's bytes do not depend on its mates."""
@@ -56,24 +57,41 @@ def encode(
         ValueError: ubinary with dimensions that are not a multiple of 8.
     """
     cut = vectors[:, :dimensions]
-    with np.errstate(all="ignore"):
-        squares = np.einsum("ij,ij->i", cut, cut)
-        # A sum of squares is finite only if all its terms are; it may overflow where they are not
-        # infinite, which is as useless for a model that normalises.
-        bad = ~np.isfinite(squares)
-        if normalized:
-            off = np.flatnonzero(np.abs(squares - 1) > _LENGTH_TOLERANCE)
-            if len(off):
-                cut = cut.copy()
-                cut[off] /= np.sqrt(np.where(squares[off] > 0, squares[off], 1))[:, None]
-        elif bad.any():
-            bad = ~np.isfinite(cut).all(axis=1)
-        encoded = _CONVERT[encoding](np.ascontiguousarray(cut, dtype=np.float32), bad)
+    squares = np.einsum("ij,ij->i", cut, cut)
+    unit = np.abs(squares - _ONE) <= _LENGTH_TOLERANCE
+    bad = np.zeros(len(cut), dtype=np.bool_)
+    if not (normalized and unit.all()):
+        cut = _mended(cut, squares, unit, bad, normalized=normalized)
+    encoded = _CONVERT[encoding](cut, bad)
     if bad.any():
         return Encoded(
             rows=encoded.rows, scales=encoded.scales, bad_rows=tuple(np.flatnonzero(bad).tolist())
         )
     return encoded
+
+
+def _mended(
+    cut: Vectors,
+    squares: npt.NDArray[np.float32],
+    unit: npt.NDArray[np.bool_],
+    bad: npt.NDArray[np.bool_],
+    *,
+    normalized: bool,
+) -> Vectors:
+    """Normalise the rows that need it, and mark the bad ones; `cut` itself is left as it was.
+
+    A sum of squares is finite only if all its terms are. It may overflow where they are finite,
+    which is as useless for a model that normalises.
+    """
+    bad |= ~np.isfinite(squares)
+    if not normalized:
+        if bad.any():
+            bad &= ~np.isfinite(cut).all(axis=1)
+        return cut
+    mended = cut.copy()
+    off = ~unit & ~bad & (squares > 0)
+    mended[off] /= np.sqrt(squares[off])[:, None]
+    return mended
 
 
 def _as_bytes(values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
@@ -86,19 +104,21 @@ def _float32(vectors: Vectors, bad: npt.NDArray[np.bool_]) -> Encoded:
 
 
 def _float16(vectors: Vectors, bad: npt.NDArray[np.bool_]) -> Encoded:
-    half = vectors.astype("<f2")
+    with np.errstate(over="ignore", invalid="ignore"):
+        half = vectors.astype("<f2")
     bad |= ~np.isfinite(half).all(axis=1)
     return Encoded(rows=_as_bytes(half))
 
 
 def _int8(vectors: Vectors, bad: npt.NDArray[np.bool_]) -> Encoded:
     """q = round half to even of x / scale, scale = max|x| / 127 of the vector itself."""
-    scales = (np.abs(vectors).max(axis=1) / np.float32(INT8_MAX)).astype(np.float32)
-    bad |= ~np.isfinite(scales)
-    divisors = np.where(scales > 0, scales, np.float32(np.inf))
-    # A scale that is subnormal has lost digits, so that x / scale may lie outside.
-    quantized = np.clip(np.rint(vectors / divisors[:, None]), -INT8_MAX, INT8_MAX)
-    quantized[bad] = 0
+    with np.errstate(all="ignore"):
+        scales = (np.abs(vectors).max(axis=1) / np.float32(INT8_MAX)).astype(np.float32)
+        bad |= ~np.isfinite(scales)
+        divisors = np.where(scales > 0, scales, np.float32(np.inf))
+        # A scale that is subnormal has lost digits, so that x / scale may lie outside.
+        quantized = np.clip(np.rint(vectors / divisors[:, None]), -INT8_MAX, INT8_MAX)
+        quantized[bad] = 0
     return Encoded(rows=_as_bytes(quantized.astype(np.int8)), scales=scales)
 
 

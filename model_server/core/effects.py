@@ -1,7 +1,8 @@
 """What is to be done: the only way out of the scheduler.
 
 Effects are commands, carried out in the order of the list they come in. A pass has an id, and the
-event that ends it carries that id.
+event that ends it carries that id. Nobody changes an effect once it is made; those made for each
+pass are only not frozen because that would make them four times as dear.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import StrEnum
 from model_server.core.failures import Failure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Part:
     """The inputs of one request that are in one pass: positions in the request, ascending."""
 
@@ -33,7 +34,7 @@ class PassKind(StrEnum):
     """The canary text alone, to tell a bad input from a broken engine; `parts` is empty."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RunPass:
     """Run these inputs in one forward pass, in this order."""
 
@@ -43,7 +44,7 @@ class RunPass:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Announce:
     """A pass starts (or, without `pass_id`, the engine fell idle): tell every open stream.
 
@@ -63,7 +64,7 @@ class SayState:
     streams: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AnsweredPart:
     """The answers to one part; `row` is where its vectors start in the pass.
 
@@ -76,7 +77,7 @@ class AnsweredPart:
     last: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Answer:
     """Send the vectors of a pass. Parts whose request is gone are left out."""
 
@@ -131,7 +132,7 @@ class MaximumLowered:
     batch_tokens_max: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WakeAt:
     """Send a `Tick` at this time; replaces the time asked for before."""
 

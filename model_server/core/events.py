@@ -2,6 +2,7 @@
 
 Events are past-tense facts. Times are monotonic integer nanoseconds. Streams and requests are
 numbered by the shell, never twice in a process; `request_id` is the client's number on its stream.
+Nobody changes an event; those of each request and pass are not frozen because that is dear.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class StreamClosed:
     stream: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestArrived:
     """A request was tokenized; columns have one entry an input, in their order.
 
@@ -64,7 +65,7 @@ class AnnouncementWritten:
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PassDone:
     """The engine returned the vectors of a pass."""
 

@@ -32,6 +32,8 @@ class Passes:
 
     def __init__(self, requests: Mapping[int, Request]) -> None:
         self._requests = requests
+        self._limits: Limits | None = None
+        self._pack = PackLimits(tokens=0, inputs=0, size_bytes=0)
         self.queue = WaitingQueue()
         self.isolation = Isolation()
 
@@ -64,11 +66,14 @@ class Passes:
                 return
 
     def _waiting(self, chosen: Chosen, limits: Limits) -> None:
-        pack = PackLimits(
-            tokens=limits.batch_tokens_target,
-            inputs=limits.inputs_max,
-            size_bytes=limits.request_bytes_max,
-        )
+        if limits is not self._limits:
+            self._limits = limits
+            self._pack = PackLimits(
+                tokens=limits.batch_tokens_target,
+                inputs=limits.inputs_max,
+                size_bytes=limits.request_bytes_max,
+            )
+        pack = self._pack
         exclusive = self.queue.exclusive_turn()
         if exclusive is not None:
             room = Room(pack)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ _TAILS = [_PAD * (-size % TOKEN_BYTES) + _END for size in range(TOKEN_BYTES)]
 _ID_TYPE = "I"  # four bytes wherever Python runs
 _SEED = 20_261_130
 
-Ids = npt.NDArray[np.uint64]
+Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +95,7 @@ class SimulatedEngine:
         self._passes = 0
         self._encode = _byte_ids if options.tokenizer is None else _json_tokenizer(options)
         random = np.random.Generator(np.random.PCG64(_SEED))
-        self._position_factors = _odd_uint64(random, options.input_tokens_max)
-        self._word_steps = _odd_uint64(random, -(-options.dimensions // 8))
+        self._word_masks = random.integers(0, 2**64, -(-options.dimensions // 8), dtype=np.uint64)
         self._info = ModelInfo(
             revision=_revision(options),
             dimensions=options.dimensions,
@@ -189,16 +189,13 @@ class SimulatedEngine:
         self._dead = True
 
     def _vectors(self, inputs: Sequence[Tokens]) -> Vectors:
-        """Ids to 64-bit hashes (multilinear, so distinct single changes never collide) to rows."""
+        """Ids to 64 bits by two checksums, which any single change alters; 64 bits to a row."""
         rows = [one.ids if type(one.ids) is array else array(_ID_TYPE, one.ids) for one in inputs]
-        lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-        ids = np.frombuffer(b"".join(rows), dtype=np.uint32)
-        starts = np.cumsum(lengths) - lengths
-        positions = np.arange(len(ids)) - np.repeat(starts, lengths)
-        products = (ids.astype(np.uint64) + np.uint64(1)) * self._position_factors[positions]
-        hashes = _mixed(np.add.reduceat(products, starts) + lengths.astype(np.uint64))
+        high = np.array(list(map(zlib.crc32, rows)), dtype=np.uint64)
+        low = np.array(list(map(zlib.adler32, rows)), dtype=np.uint64)
+        seeds = (high << np.uint64(32)) | low
         # Each word gives eight signed bytes, so each value is one of 256 levels.
-        words = _mixed(hashes[:, None] + self._word_steps)
+        words = _mixed(seeds[:, None] ^ self._word_masks)
         levels = words.astype("<u8", copy=False).view(np.int8)[:, : self._options.dimensions]
         values: Vectors = levels.astype(np.float32)
         values /= np.sqrt(np.einsum("ij,ij->i", values, values))[:, None]
@@ -226,15 +223,14 @@ def _json_tokenizer(options: SimulatedOptions) -> Callable[[str], array[int]]:
     return encode
 
 
-def _odd_uint64(random: np.random.Generator, size: int) -> Ids:
-    return random.integers(0, 2**64, size, dtype=np.uint64) | np.uint64(1)
-
-
-def _mixed(values: Ids) -> Ids:
-    """The finalizer of splitmix64, a bijection: https://prng.di.unimi.it/splitmix64.c."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _mixed(values: Words) -> Words:
+    """The finalizer of splitmix64, a bijection, in place: https://prng.di.unimi.it/splitmix64.c."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
 
 
 def _revision(options: SimulatedOptions) -> str:

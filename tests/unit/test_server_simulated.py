@@ -68,7 +68,7 @@ def test_texts_that_differ_have_ids_and_vectors_that_differ() -> None:
 def test_vectors_are_the_same_in_every_process() -> None:
     made = engine(dimensions=3)
     vector = made.embed(tokens_of(made, "a text"))[0]
-    assert vector.tolist() == pytest.approx([-0.67957139, -0.73322177, 0.02384461], abs=1e-6)
+    assert vector.tolist() == pytest.approx([-0.60615551, 0.49684879, -0.62106097], abs=1e-6)
 
 
 def test_exact_counts_come_from_a_tokenizer_json(tmp_path: Any) -> None:
