@@ -311,6 +311,9 @@ class Aggregator:
             if stale is not None:  # its end was never told: nothing of it may be committed
                 self._give_up([stale])
             self._ledgers[tp] = Ledger(tp, event.epoch)
+        if event.partitions:
+            # A pause meant for an earlier assignment may still be on its way to the consumer.
+            self._effects.append(Resume(partitions=list(event.partitions)))
         paused = [tp for tp, ledger in self._ledgers.items() if ledger.paused]
         if paused:  # the client forgets pauses on an assignment
             self._effects.append(Pause(partitions=paused))

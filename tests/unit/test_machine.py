@@ -167,11 +167,11 @@ class TestWindows:
         commit_all(bench)
         bench.tick(200)
         commit_all(bench)
-        assert of(bench.effects, fx.Resume) == []
+        assert of(bench.effects, fx.Resume) == [fx.Resume(partitions=[TP])]  # of the assignment
         bench.durable(queries[4:])
         bench.tick(200)
         commit_all(bench)
-        [resume] = of(bench.effects, fx.Resume)
+        [_, resume] = of(bench.effects, fx.Resume)
         assert list(resume.partitions) == [TP]
 
     def test_durable_but_uncommitted_records_fill_the_window(self) -> None:
@@ -179,11 +179,11 @@ class TestWindows:
         bench.assign(TP)
         queries = [make_query(n, failure=TEXT_MISSING) for n in range(10)]
         bench.poll(*queries)
-        bench.durable(queries)
-        assert of(bench.effects, fx.Resume) == []
+        assert of(bench.durable(queries), fx.Resume) == []
         bench.tick(200)
-        commit_all(bench)
-        assert len(of(bench.effects, fx.Resume)) == 1
+        [commit] = of(bench.effects, fx.Commit)
+        effects = bench.feed(ev.CommitDone(commit_id=commit.commit_id))
+        assert len(of(effects, fx.Resume)) == 1
 
     def test_a_full_buffer_pauses_everything(self) -> None:
         bench = Bench(buffer_bytes_max=2500)
@@ -204,6 +204,14 @@ class TestWindows:
 
 
 class TestRebalances:
+    def test_an_assignment_undoes_a_pause_that_came_too_late(self) -> None:
+        bench = Bench(window_records_max=2)
+        bench.assign(TP)
+        bench.poll(make_query(0, failure=TEXT_MISSING), make_query(1, failure=TEXT_MISSING))
+        bench.feed(ev.PartitionsLost(partitions=[TP]))
+        [resume] = of(bench.assign(TP, epoch=2), fx.Resume)
+        assert list(resume.partitions) == [TP]
+
     def test_records_of_another_epoch_are_not_admitted(self, bench: Bench) -> None:
         stale = make_query(3, epoch=0)
         bench.poll(stale)
