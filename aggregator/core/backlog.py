@@ -139,6 +139,7 @@ class Backlog:
             for retry in self._retries
             if retry.query.not_before_ns <= now_ns
             and retry.lone == lone
+            and not 0 < retry.query.deadline_ns <= now_ns
             and (any_server or retry.avoid != server)
         ]
         due.sort(key=lambda retry: _arrival(retry.query))

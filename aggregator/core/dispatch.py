@@ -11,15 +11,14 @@ It must not know of partitions, offsets, results or Kafka. Time is an argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from typing import Final
 
 from aggregator.core import outcomes, rule
 from aggregator.core.backlog import NEVER_NS
 from aggregator.core.calibration import Calibration, Margin
 from aggregator.core.claims import Claim
-from aggregator.core.effects import Cancel, Dispatch, VectorRows
+from aggregator.core.effects import Cancel, Dispatch
 from aggregator.core.events import (
     ClaimAnswered,
     ClaimLost,
@@ -28,17 +27,16 @@ from aggregator.core.events import (
     ServerLimits,
     ServerPhase,
 )
-from aggregator.core.failures import Code, Failure
-from aggregator.core.outcomes import Course
 from aggregator.core.packing import Packer, PackLimits
-from aggregator.core.query import IN_FLIGHT, Answer, InputFailure, Query, VectorGroup
+from aggregator.core.query import IN_FLIGHT, Query
+from aggregator.core.replies import Answered, Counters, Replies
 from aggregator.core.retry import RetryOptions, Waiting, end
 from aggregator.core.servers import Server
 from aggregator.core.suspects import Group
 
+__all__ = ["Answered", "Counters", "DispatchOptions", "Dispatcher"]
+
 _MS: Final = 1_000_000
-_HOLD_NS: Final = 100 * _MS
-"""How long a server that holds too much is left alone when it does not say."""
 _WALK_NS_MIN: Final = 20 * _MS
 """Walks over all claims in flight for deadlines are at least this long apart."""
 _SILENT: Final = "silent for too long with requests unanswered"
@@ -66,31 +64,6 @@ class DispatchOptions:
     """Later queries that are tried in place of one that does not fit."""
 
 
-@dataclass(slots=True)
-class Answered:
-    """What one answer settled."""
-
-    vectors: list[VectorRows] = field(default_factory=list)
-    ended: list[Query] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened so far, for metrics."""
-
-    claims: int = 0
-    claims_exclusive: int = 0
-    claims_lost: int = 0
-    claims_refused: int = 0
-    claimed_queries: int = 0
-    claimed_tokens_estimated: float = 0.0
-    answered_tokens: int = 0
-    bad_answers: int = 0
-    late_answers: int = 0
-    revision_mismatches: int = 0
-    streams_cancelled: int = 0
-
-
 class Dispatcher:
     """One model's queries and servers; see the module's docstring."""
 
@@ -113,6 +86,9 @@ class Dispatcher:
         self.calibration = Calibration(exact=options.exact_estimates)
         self.margin = Margin()
         self.counters = Counters()
+        self._replies = Replies(self._waiting, self.calibration, self.margin, self.counters)
+        self._ended: list[Query] = []
+        """Found ended where it can't be returned; `expire` returns it."""
 
     # Gauges --------------------------------------------------------------------------------------
 
@@ -163,12 +139,13 @@ class Dispatcher:
 
     def expire(self, now_ns: int) -> list[Query]:
         """End what is past its deadline: waiting at once, in flight after the grace."""
+        ended, self._ended = self._ended, []
         late = self._waiting.expire(now_ns)
         grace_ns = self._options.answer_grace_ns
         if now_ns >= self._deadline_bound_ns + grace_ns and now_ns >= self._walk_after_ns:
             late += self._walk_in_flight(now_ns - grace_ns)
             self._walk_after_ns = now_ns + _WALK_NS_MIN
-        return self._end_late(late)
+        return ended + self._end_late(late)
 
     def _walk_in_flight(self, deadline_ns_max: int) -> list[Query]:
         late = []
@@ -201,6 +178,9 @@ class Dispatcher:
             self._server_down(server)
             return
         if server.phase is ServerPhase.DOWN:
+            for claim in list(server.claims.values()):  # never reported lost with the old stream
+                lost = self._replies.lost(server, claim, Loss.UNKNOWN, now_ns)
+                self._ended += lost.ended + self._end_late(lost.late)
             server.opened(event.model_revision, self._accepts(event.model_revision), now_ns)
         elif event.phase is ServerPhase.READY and server.phase is ServerPhase.DRAINING:
             server.resumed()
@@ -226,167 +206,18 @@ class Dispatcher:
         if len(self._servers) > _SERVERS_KEPT and not server.claims:
             del self._servers[server.address]
 
-    # Answers -------------------------------------------------------------------------------------
+    # What came of claims -------------------------------------------------------------------------
 
     def claim_answered(self, event: ClaimAnswered, now_ns: int) -> Answered:
         """Check one message about a claim and say what it settles."""
-        result = Answered()
-        answer = event.answer
         server = self._servers.get(event.server)
-        claim = server.claims.get(answer.claim_id) if server is not None else None
+        claim = server.claims.get(event.answer.claim_id) if server is not None else None
         if server is None or claim is None:
             self.counters.late_answers += 1
-            return result
-        server.heard_ns = now_ns
-        if claim.discarded:
-            self.counters.late_answers += 1
-        elif answer.refused is not None:
-            result.ended = self._refused(server, claim, answer.refused, now_ns)
-        else:
-            fault = answer.fault or _fault(claim, answer)
-            if fault is None:
-                self._take_in(server, claim, answer, result, now_ns)
-            else:
-                result.ended = self._bad_answer(server, claim, fault, now_ns)
-        if answer.last or answer.refused is not None:
-            self._close(server, claim)
-        return result
-
-    def _close(self, server: Server, claim: Claim) -> None:
-        server.ended(claim)
-        self._waiting.settle(claim)
-        if claim.tokens_exact is not None and claim.complete:
-            self.margin.observe(claim.tokens_exact, claim.estimate, claim.variance)
-
-    def _take_in(
-        self, server: Server, claim: Claim, answer: Answer, result: Answered, now_ns: int
-    ) -> None:
-        if claim.starts and not answer.last:
-            claim.starts -= 1
-        for group in answer.groups:
-            result.vectors += self._vectors(server, claim, answer, group, now_ns)
-        if answer.groups:
-            server.breaker.succeeded()
-            server.seen_working()
-            server.timed(claim, (answer.queue_us + answer.inference_us) * 1000, now_ns)
-        if answer.errors:
-            claim.tokens_exact = None
-            result.ended = self._input_failures(server, claim, answer.errors, now_ns)
-
-    def _vectors(
-        self, server: Server, claim: Claim, answer: Answer, group: VectorGroup, now_ns: int
-    ) -> list[VectorRows]:
-        """The vectors of one group, of queries that are still in flight."""
-        whole = claim.queries
-        queries = [whole[index] for index in group.indexes]
-        self.calibration.learn(queries, group.tokens)
-        tokens = sum(group.tokens)
-        self.counters.answered_tokens += tokens
-        if claim.tokens_exact is not None:
-            claim.tokens_exact += tokens
-        server.answered(claim, self._estimated(claim, queries))
-        claim_id = claim.claim_id
-        rows: Sequence[int] = range(len(queries))
-        kept = [q for q in queries if q.phase == IN_FLIGHT and q.claim_id == claim_id]
-        if len(kept) < len(queries):
-            mine = set(map(id, kept))
-            rows = [row for row in rows if id(queries[row]) in mine]
-        if not kept:
-            return []
-        return [
-            VectorRows(
-                queries=kept,
-                group=group,
-                rows=rows,
-                model_revision=server.model_revision,
-                inference_us=answer.inference_us,
-                answered_ns=now_ns,
-            )
-        ]
-
-    @staticmethod
-    def _estimated(claim: Claim, queries: Sequence[Query]) -> float:
-        """Take the estimates of what is answered off what is left of the claim."""
-        if len(queries) == len(claim.queries):
-            tokens = claim.tokens_left
-        else:
-            tokens = min(sum([query.estimate for query in queries]), claim.tokens_left)
-        claim.tokens_left -= tokens
-        return tokens
-
-    # Failures ------------------------------------------------------------------------------------
-
-    def _input_failures(
-        self, server: Server, claim: Claim, failures: Sequence[InputFailure], now_ns: int
-    ) -> list[Query]:
-        whole = claim.queries
-        server.answered(claim, self._estimated(claim, [whole[each.index] for each in failures]))
-        ended: list[Query] = []
-        dead: list[Query] = []
-        unstarted: list[Query] = []
-        for each in failures:
-            query, failure = whole[each.index], each.failure
-            if query.phase != IN_FLIGHT or query.claim_id != claim.claim_id:
-                continue
-            match outcomes.course(failure):
-                case Course.END:
-                    ended += end([query], outcomes.final(failure))
-                case Course.DEATH:
-                    dead.append(query)
-                case Course.NOT_STARTED:
-                    unstarted.append(query)
-                case Course.HELD:
-                    unstarted.append(query)
-                    server.hold(now_ns + _hold_ns(failure))
-                case Course.ATTEMPT:
-                    ended += self._attempt_failed(claim, query, failure, now_ns)
-                    server.breaker.failed(now_ns)
-        if dead:
-            server.engine_died(now_ns)
-            ended += self._died(server, claim, dead, now_ns)
-        elif unstarted:
-            server.breaker.failed(now_ns)
-        ended += self._end_late(self._waiting.not_started(claim, unstarted, now_ns))
-        return ended
-
-    def _attempt_failed(
-        self, claim: Claim, query: Query, failure: Failure, now_ns: int
-    ) -> list[Query]:
-        stopped, why = self._waiting.again(query, claim, failure, now_ns)
-        return end(stopped, why) if why is not None else self._end_late(stopped)
-
-    def _died(
-        self, server: Server, claim: Claim, dead: Sequence[Query], now_ns: int
-    ) -> list[Query]:
-        late, convicted = self._waiting.died(claim, dead, server, now_ns)
-        return self._end_late(late) + end(convicted, outcomes.DIED_ALONE)
-
-    def _refused(self, server: Server, claim: Claim, failure: Failure, now_ns: int) -> list[Query]:
-        """None of its inputs has run or will."""
-        self.counters.claims_refused += 1
-        queries = claim.unanswered()
-        if failure.code is Code.RESOURCE_EXHAUSTED:
-            server.hold(now_ns + _hold_ns(failure))
-        else:
-            server.breaker.failed(now_ns)
-            if failure.code not in (Code.UNAVAILABLE, Code.NOT_FOUND):
-                # It does not like the request itself: that must not go on for ever.
-                ended = []
-                for query in queries:
-                    ended += self._attempt_failed(claim, query, failure, now_ns)
-                return ended
-        return self._end_late(self._waiting.not_started(claim, queries, now_ns))
-
-    def _bad_answer(self, server: Server, claim: Claim, fault: str, now_ns: int) -> list[Query]:
-        """Discard the request: what is unanswered is retried, what still comes is ignored."""
-        self.counters.bad_answers += 1
-        server.breaker.failed(now_ns)
-        claim.discarded = True
-        ended: list[Query] = []
-        for query in claim.unanswered():
-            stopped, why = self._waiting.bad_answer(query, claim, fault, now_ns)
-            ended += end(stopped, why) if why is not None else self._end_late(stopped)
-        return ended
+            return Answered()
+        answered = self._replies.answered(server, claim, event.answer, now_ns)
+        answered.ended += self._end_late(answered.late)
+        return answered
 
     def claim_lost(self, event: ClaimLost, now_ns: int) -> list[Query]:
         """A claim gets no further answer; returns what ended by it."""
@@ -394,23 +225,8 @@ class Dispatcher:
         claim = server.claims.get(event.claim_id) if server is not None else None
         if server is None or claim is None:
             return []
-        return self._lose(server, claim, event.loss, now_ns)
-
-    def _lose(self, server: Server, claim: Claim, loss: Loss, now_ns: int) -> list[Query]:
-        self.counters.claims_lost += 1
-        ended: list[Query] = []
-        if claim.discarded:
-            pass  # its queries have moved on
-        elif loss is Loss.NOT_STARTED:
-            late = self._waiting.not_started(claim, claim.unanswered(), now_ns)
-            ended = self._end_late(late)
-        else:
-            server.stream_failed(now_ns)
-            late, convicted = self._waiting.lost(claim, server, now_ns)
-            ended = self._end_late(late) + end(convicted, outcomes.DIED_ALONE)
-        server.ended(claim)
-        self._waiting.settle(claim)
-        return ended
+        lost = self._replies.lost(server, claim, event.loss, now_ns)
+        return lost.ended + self._end_late(lost.late)
 
     # Dispatch ------------------------------------------------------------------------------------
 
@@ -440,6 +256,8 @@ class Dispatcher:
     def wake_at(self, now_ns: int) -> int | None:
         """When `expire` and `dispatch` are to be called though nothing else happens."""
         options, servers = self._options, self._servers.values()
+        if self._ended:
+            return now_ns
         wake_ns = self._waiting.wake_at_ns(now_ns)
         if self._deadline_bound_ns < NEVER_NS:
             bound_ns = self._deadline_bound_ns + options.answer_grace_ns
@@ -450,7 +268,12 @@ class Dispatcher:
             usable = [server for server in servers if server.usable(now_ns)]
             wake_ns = min(wake_ns, rule.wake_at_ns(usable, now_ns, options.lead_ns))
             for server in servers:
-                for at_ns in (server.held_until_ns, server.breaker.wake_at_ns):
+                times = (
+                    server.held_until_ns,
+                    server.breaker.wake_at_ns,
+                    server.presumed_idle_at_ns(),
+                )
+                for at_ns in times:
                     if now_ns < at_ns < wake_ns:
                         wake_ns = at_ns
         return None if wake_ns >= NEVER_NS else wake_ns
@@ -459,6 +282,8 @@ class Dispatcher:
         effects: list[Dispatch | Cancel] = []
         for server in self._servers.values():
             server.boundary_passed(now_ns)
+            if server.presumed_idle_at_ns() <= now_ns:
+                server.presume_idle(now_ns)
             if server.silent_at_ns(self._options.stream_silence_ns_max) <= now_ns:
                 server.cancelled(now_ns)
                 self.counters.streams_cancelled += 1
@@ -563,23 +388,3 @@ class Dispatcher:
                     self._waiting.backlog.drop_retries([retry.query])
                     effects.append(self._send(server, [retry.query], now_ns))
         return effects
-
-
-def _hold_ns(failure: Failure) -> int:
-    return _HOLD_NS if failure.retry_after_ms is None else failure.retry_after_ms * _MS
-
-
-def _fault(claim: Claim, answer: Answer) -> str | None:
-    """Note what a message answers; a sentence if that can't be."""
-    indexes: Sequence[int]
-    if len(answer.groups) == 1 and not answer.errors:
-        indexes = answer.groups[0].indexes
-    else:
-        indexes = list(chain.from_iterable(group.indexes for group in answer.groups))
-        indexes.extend(each.index for each in answer.errors)
-    if indexes and not claim.mark(indexes):
-        return "an input was answered twice, or was never sent"
-    if answer.last and not claim.complete:
-        missing = len(claim.queries) - claim.answered_inputs
-        return f"{missing} inputs of {len(claim.queries)} have no answer"
-    return None

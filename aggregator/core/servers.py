@@ -24,6 +24,9 @@ _NEARLY_FULL: Final = 1 / 16
 """A pass with less room than this part of the target is not worth a claim."""
 
 
+_PRESUME_IDLE_NS: Final = 1_000 * _MS
+
+
 class Breaker:
     """Stops sending to a server that fails time after time, and probes it with one claim.
 
@@ -85,6 +88,7 @@ class Server:
     __slots__ = (
         "_cancelled_ns",
         "_failed_birth",
+        "_probe",
         "address",
         "births",
         "boundary_claims",
@@ -144,6 +148,7 @@ class Server:
         """The one suspect request that is open here; 0: none."""
         self._failed_birth = -1
         self._cancelled_ns = 0
+        self._probe = 0
 
     # What may be sent ----------------------------------------------------------------------------
 
@@ -182,9 +187,10 @@ class Server:
         self.heard_ns = now_ns
 
     def resumed(self) -> None:
-        """It said that it drains no longer."""
-        self.phase = ServerPhase.READY
-        self.births += 1
+        """It said that it drains no longer, unless its stream is being cut."""
+        if not self._cancelled_ns:
+            self.phase = ServerPhase.READY
+            self.births += 1
 
     def told(self, limits: ServerLimits, running: Sequence[int], now_ns: int) -> None:
         """Take in a ServerState."""
@@ -286,6 +292,7 @@ class Server:
             self.boundary_ns = NEVER_NS
         if not self.breaker.closed:
             self.breaker.probing = True
+            self._probe = claim.claim_id
         if len(self.claims) == 1:
             self.heard_ns = now_ns
         if claim.exclusive:
@@ -308,6 +315,10 @@ class Server:
             self.pending_tokens = 0.0
         if self.suspect_claim == claim.claim_id:
             self.suspect_claim = 0
+        if self._probe == claim.claim_id:
+            # Neither success nor failure, if it is still open: the next claim is the probe.
+            self._probe = 0
+            self.breaker.probing = False
 
     def boundary_passed(self, now_ns: int) -> None:
         """Until it says otherwise, what was sent is assumed to have started."""
@@ -319,16 +330,33 @@ class Server:
 
     def engine_died(self, now_ns: int) -> None:
         """Its engine died in a pass."""
-        self.engine_down = True
         self.idle = False
         self.boundary_ns = NEVER_NS
-        self.breaker.failed(now_ns)
+        if not self.engine_down:
+            self.engine_down = True
+            self.failed(now_ns)
+
+    def failed(self, now_ns: int) -> None:
+        """It failed at something that was no fault of an input's; draining is no failure."""
+        if self.phase is ServerPhase.READY:
+            self.breaker.failed(now_ns)
 
     def stream_failed(self, now_ns: int) -> None:
         """Its stream died: one failure, however many claims were on it."""
         if self._failed_birth != self.births:
             self._failed_birth = self.births
             self.breaker.failed(now_ns)
+
+    def presumed_idle_at_ns(self) -> int:
+        """When it has said nothing for so long, with nothing of ours there, that it is tried."""
+        if self.idle or self.claims or self.boundary_ns < NEVER_NS or self.limits is None:
+            return NEVER_NS
+        return self.heard_ns + int(self.limits.busy_ms * _MS) + _PRESUME_IDLE_NS
+
+    def presume_idle(self, now_ns: int) -> None:
+        """Try it: its word must have been lost, and nobody may wait for ever."""
+        self.idle = True
+        self.idle_since_ns = now_ns
 
     def hold(self, until_ns: int) -> None:
         """It holds too much of ours."""
