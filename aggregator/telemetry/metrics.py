@@ -47,7 +47,7 @@ class Kind(Enum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity: it is a key on the hot path
 class Declared:
     """One metric: its name, why it matters, its labels and, for a histogram, its bounds."""
 
