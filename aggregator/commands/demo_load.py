@@ -52,19 +52,12 @@ class Phase:
 
     @property
     def per_second(self) -> float:
-        """Results a second over the whole phase."""
+        """Results a second over the whole phase, filling and emptying the pipeline included."""
         return len(self.answered) / self.elapsed_s if self.elapsed_s else 0.0
 
     def latencies_ms(self) -> list[float]:
         """Of the answered queries, from the intended time of sending; sorted."""
         return sorted((query.done_s - query.due_s) * 1e3 for query in self.answered)
-
-    def capacity_per_second(self) -> float:
-        """Results a second between the first and the last third of results: without the ramps."""
-        done = sorted(query.done_s for query in self.answered)
-        first, last = len(done) // 3, len(done) * 2 // 3
-        seconds = done[last] - done[first] if last > first else 0.0
-        return (last - first) / seconds if seconds > 0 else self.per_second
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

@@ -117,7 +117,7 @@ def measure(stack: Stack, texts: Sequence[str], seconds: float, steps: Steps) ->
         broker="embedded" if stack.embedded else stack.bootstrap_servers,
         start_seconds=start_seconds,
         delivery=result.delivery,
-        capacity_queries_per_second=measured.warm_up.capacity_per_second(),
+        capacity_queries_per_second=measured.warm_up.per_second,
         paced_queries_per_second=measured.pace,
         paced_latency=_latency(measured.paced.latencies_ms()),
         flood_queries=len(flood.queries),
@@ -147,7 +147,7 @@ def _load(stack: Stack, texts: Sequence[str], seconds: float, steps: Steps) -> _
             advance
         ):
             warm_up = load.flood(first, _watched(advance, stack))
-        pace = warm_up.capacity_per_second() * _PACE
+        pace = warm_up.per_second * _PACE
         count = min(len(texts), max(int(pace * seconds), 1))
         text = f"{count:,} queries at {pace:,.0f} a second, half of the capacity measured"
         with steps.bar(text, count) as advance:

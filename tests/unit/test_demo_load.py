@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aggregator.commands import demo_load
-from aggregator.commands.demo_load import Load, Phase, Query, percentile, poisson_times
+from aggregator.commands.demo_load import Load, percentile, poisson_times
 from aggregator.commands.exchange import Arrival, Exchange
 
 
@@ -69,7 +69,6 @@ def test_a_flood_keeps_the_bound_and_measures_the_rate() -> None:
     assert fake.most_waiting == demo_load.UNANSWERED_MAX
     assert sum(arrived) == len(phase.answered) == 10_000
     assert phase.per_second == pytest.approx(1_000, rel=0.02)
-    assert phase.capacity_per_second() == pytest.approx(1_000, rel=0.02)
 
 
 def test_large_texts_are_bounded_by_their_bytes() -> None:
@@ -111,12 +110,6 @@ def test_numbers_go_on_over_phases() -> None:
     running.flood([0, 1], lambda _: None)
     phase = running.flood([1], lambda _: None)
     assert (sorted(fake.sent_s), phase.queries[0].text_index, running.sent) == ([1, 2, 3], 1, 3)
-
-
-def test_capacity_leaves_the_ramps_out() -> None:
-    done = [10.0 + n for n in range(3)] + [20 + n / 10 for n in range(6)] + [30.0, 40.0, 50.0]
-    queries = [Query(0, 0.0, done_s, Message(value=b"")) for done_s in done]
-    assert Phase(queries, 40.0).capacity_per_second() == pytest.approx(9.2, rel=0.2)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.01, 100))
