@@ -164,7 +164,8 @@ def _run_attention(
     )
     mask = None
     if window is not None and window < run.length:
-        mask = _window_mask(run.length, window, causal, query.device)
+        side = 1 << (run.length - 1).bit_length()
+        mask = _window_mask(side, window, causal, query.device)[: run.length, : run.length]
     output = functional.scaled_dot_product_attention(
         query,
         key,
@@ -177,9 +178,10 @@ def _run_attention(
     return output.transpose(1, 2).flatten(0, 1)
 
 
-@functools.lru_cache(maxsize=64)
-def _window_mask(length: int, window: int, causal: bool, device: torch.device) -> torch.Tensor:
-    positions = torch.arange(length, device=device)
+@functools.lru_cache(maxsize=16)
+def _window_mask(side: int, window: int, causal: bool, device: torch.device) -> torch.Tensor:
+    """[side, side] which positions see which; kept by powers of two, so that few are kept."""
+    positions = torch.arange(side, device=device)
     apart = positions[:, None] - positions[None, :]
     return (apart < window) & (apart >= 0 if causal else apart > -window)
 

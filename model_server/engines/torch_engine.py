@@ -49,6 +49,15 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 _PROBE_LENGTHS: Final = (3, 11, 3, 7)
 _PROBE_COSINE_MIN: Final = 0.999
+_PROBE_FAILURES: Final = (
+    UnsupportedAttentionError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model raises that does not expect its texts to lie end to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +134,7 @@ class TorchEngine:
         try:
             return self._model.embed(inputs)
         except (torch.OutOfMemoryError, MemoryError) as error:
+            _free_cached_memory()
             raise EngineOutOfMemoryError(str(error)) from error
         except RuntimeError as error:
             raise _translated(error) from error
@@ -142,8 +152,7 @@ class TorchEngine:
     def close(self) -> None:
         """Free the weights. Idempotent."""
         self._model = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_cached_memory()
 
 
 class _PackedModel:
@@ -157,8 +166,7 @@ class _PackedModel:
         self._position_offset, self.positions_max = _positions(self._transformer)
         _refuse_unknown_architecture(self._transformer)
         self.tail = _load_tail(folder, device)
-        hidden_size = int(self._transformer.config.hidden_size)
-        self.dimensions = _dimensions(folder, hidden_size)
+        self.dimensions = _dimensions(folder, _size(self._transformer, "hidden_size"))
 
     @torch.inference_mode()
     def embed(self, inputs: Sequence[Tokens]) -> Vectors:
@@ -206,7 +214,7 @@ class _PackedModel:
         """
         kind = type(self._transformer).__name__
         random = np.random.default_rng(7)
-        vocabulary = int(self._transformer.config.vocab_size)
+        vocabulary = _size(self._transformer, "vocab_size")
         probes = [
             Tokens(ids=random.integers(vocabulary, size=length).tolist())
             for length in _PROBE_LENGTHS
@@ -214,7 +222,9 @@ class _PackedModel:
         try:
             together = self.embed(probes)
             alone = np.concatenate([self.embed([probe]) for probe in probes])
-        except (UnsupportedAttentionError, TypeError, ValueError, AttributeError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except _PROBE_FAILURES as error:
             raise ModelRefusedError(f"{kind} can't run without padding: {error}") from error
         products = np.sum(together * alone, axis=1)
         norms = np.linalg.norm(together, axis=1) * np.linalg.norm(alone, axis=1)
@@ -298,6 +308,13 @@ def _dimensions(folder: ModelFolder, hidden_size: int) -> int:
     return output_dimension(pooled, folder.tail, folder.truncate_dim)
 
 
+def _size(model: Any, name: str) -> int:
+    size = getattr(model.config, name, None)
+    if not isinstance(size, int):
+        raise ModelRefusedError(f"{type(model).__name__}: config.json declares no {name}")
+    return size
+
+
 def _refuse_unknown_architecture(model: Any) -> None:
     kind = type(model).__name__
     if not model.is_backend_compatible():
@@ -376,6 +393,12 @@ def _cpus() -> int:
         limit = cpus
     # Torch's own default leaves out hyperthreads, which matrix products gain nothing from.
     return max(1, min(cpus, limit, torch.get_num_threads()))
+
+
+def _free_cached_memory() -> None:
+    """Give a GPU's freed blocks back, so that a smaller pass finds whole ones."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _translated(error: RuntimeError) -> Exception:
