@@ -11,7 +11,7 @@ gRPC.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -308,9 +308,20 @@ class Metrics(Collector):
             series = by_labels.setdefault(labels, _Series(len(metric.bounds) + 1))
         counts = series.counts
         bounds = metric.bounds
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-        series.total += sum(values)
+        ordered = sorted(values)
+        if not ordered:
+            return
+        # Values of one claim lie close together: few buckets are looked at, however many values.
+        done, size = 0, len(ordered)
+        bucket = bisect_left(bounds, ordered[0])
+        while done < size:
+            until = size
+            if bucket < len(bounds):
+                until = bisect_right(ordered, bounds[bucket], done)
+            counts[bucket] += until - done
+            done = until
+            bucket += 1
+        series.total += sum(ordered)
 
     def value(self, metric: Declared, *labels: str) -> float:
         """What a counter or gauge stands at; 0 where nothing was counted yet."""

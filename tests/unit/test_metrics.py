@@ -9,6 +9,8 @@ import urllib.error
 import urllib.request
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from aggregator.telemetry import metrics as m
@@ -58,6 +60,17 @@ def test_counters_gauges_and_histograms_are_exposed() -> None:
     assert samples["aggregator_records_lost_total"] == 0
     assert samples['aggregator_build_info{"version": "1.2.3"}'] == 1
     assert metrics.count(m.LATENCY_SECONDS) == 4
+
+
+@given(st.lists(st.sampled_from([0.0, 0.001, 0.0011, 0.5, 60.0, 61.0]) | st.floats(0, 100)))
+def test_histograms_agree_with_counting_one_by_one(values: list[float]) -> None:
+    metrics = m.Metrics(models=[])
+    metrics.observe(m.LATENCY_SECONDS, values)
+    samples = exposed(metrics)
+    for bound in m.LATENCY_SECONDS.bounds:
+        counted = samples.get(f'aggregator_query_seconds_bucket{{"le": "{bound}"}}', 0)
+        assert counted == sum(value <= bound for value in values)
+    assert samples.get("aggregator_query_seconds_count", 0) == len(values)
 
 
 def test_label_values_outside_their_set_are_counted_together() -> None:
