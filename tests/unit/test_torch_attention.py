@@ -47,7 +47,7 @@ def plain(
     window: int | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Softmax attention of one text, written out: [heads, tokens, size] to [tokens, heads, size]."""
+    """Softmax attention of one text; [heads, tokens, size] to [tokens, heads, size]."""
     query, key, value = parts
     key, value = (state.repeat_interleave(HEADS // KEY_HEADS, dim=0) for state in (key, value))
     scores = query @ key.transpose(1, 2) * scaling
@@ -95,7 +95,7 @@ def test_as_each_text_alone(
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
-def documented_varlen(
+def documented_varlen(  # noqa: PLR0917 - as torch.nn.attention.varlen.varlen_attn
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
