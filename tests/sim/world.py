@@ -91,6 +91,7 @@ class Outcome:
     latencies: dict[int, list[float]] = field(default_factory=dict)
     passes: int = 0
     pass_tokens: int = 0
+    pass_tokens_max: int = 0
     claims: int = 0
 
     def quantile(self, q: float, aggregator: int | None = None) -> float:
@@ -124,7 +125,9 @@ def shared_queue(setup: Setup) -> Outcome:
             tokens += batch[-1].tokens
         end_ns = start_ns + pass_time_ns(setup, tokens, rng)
         for each in batch:
-            outcome.latencies.setdefault(each.aggregator, []).append((end_ns - each.at_ns) / MS)
+            if each.at_ns >= setup.warm_up_ns:
+                latency_ms = (end_ns - each.at_ns) / MS
+                outcome.latencies.setdefault(each.aggregator, []).append(latency_ms)
         outcome.passes += 1
         outcome.pass_tokens += tokens
         heapq.heappush(free, (end_ns, server))
@@ -313,6 +316,7 @@ class ServerSide:
         ended_ns = started_ns + self.world.pass_time_ns(effect.tokens)
         self.world.outcome.passes += 1
         self.world.outcome.pass_tokens += effect.tokens
+        self.world.outcome.pass_tokens_max = max(self.world.outcome.pass_tokens_max, effect.tokens)
         done = PassDone(pass_id=effect.pass_id, started_ns=started_ns, ended_ns=ended_ns)
         self.world.at(ended_ns, lambda: self._handle(done))
 
