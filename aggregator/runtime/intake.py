@@ -2,14 +2,16 @@
 
 Invariant: every record gives exactly one `Query`. A decoder, estimator or classifier that raises
 gives a query with the failure `INTERNAL`, reason `SERVER_ERROR`, and a dead letter: one record can
-stop neither its mates nor the process, and is never lost. Runs on the event loop.
+stop neither its mates nor the process, and is never lost. A record whose headers the client can't
+read is undecodable; its headers are asked for once, and are in neither its result nor its letter.
+Runs on the event loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 
@@ -47,7 +49,13 @@ class Intake:
         for message in batch.messages:
             # The mapping's own tuple: one for all records of a partition.
             tp, epoch = epochs[message.topic(), message.partition()]  # type: ignore[index]
+            headers: HeaderList = ()
             try:
+                try:
+                    headers = message.headers() or ()  # type: ignore[assignment]
+                except SystemError:
+                    append(_failed(_HEADERS_UNREADABLE, message, (), tp, epoch, arrived_ns))
+                    continue
                 kind, timestamp_ms = message.timestamp()
                 query = decode(
                     options,
@@ -56,7 +64,7 @@ class Intake:
                     offset=message.offset(),
                     key=message.key(),
                     value=message.value(),
-                    headers=message.headers(),
+                    headers=headers,
                     timestamp_ms=None if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_ms,
                     arrived_ns=arrived_ns,
                     wall_ms=wall_ms,
@@ -67,26 +75,46 @@ class Intake:
                     query.script = classify(text)
             except Exception as error:  # noqa: BLE001 - a bug with one record is that record's end
                 self.on_bug(error)
-                query = _failed(error, message, tp, epoch, arrived_ns)
+                query = _failed(_bug(error), message, headers, tp, epoch, arrived_ns)
             append(query)
         return RecordsPolled(records=queries, positions=batch.positions)
 
 
-def _failed(
-    error: Exception,
+_HEADERS_UNREADABLE = Failure(
+    code=Code.INVALID_ARGUMENT,
+    reason=Reason.UNDECODABLE,
+    message="undecodable: the name of a header is not valid UTF-8",
+    dead_letter=True,
+)
+"""The client raises for such a name, and when asked again gives a list that ends the process."""
+
+
+def _bug(error: Exception) -> Failure:
+    return Failure(
+        code=Code.INTERNAL,
+        reason=Reason.SERVER_ERROR,
+        message=f"the aggregator failed on this record: {type(error).__name__}",
+        retryable=True,
+        dead_letter=True,
+    )
+
+
+def _failed(  # noqa: PLR0917 - private, and as the caller has them
+    failure: Failure,
     message: Message[Any, Any],
+    headers: HeaderList,
     tp: TopicPartition,
     epoch: int,
     arrived_ns: int,
 ) -> Query:
-    """A query that fails for a bug of ours, made without anything that could raise again."""
+    """A query that ends with `failure`, made without anything that could raise again."""
     query = Query()
     query.tp = tp
     query.epoch = epoch
     query.offset = message.offset() or 0
     query.key = message.key()
     query.value = message.value()
-    query.headers = cast("HeaderList", message.headers() or ())
+    query.headers = headers
     query.timestamp_ms = None
     query.arrived_ns = arrived_ns
     query.deadline_ns = 0
@@ -106,11 +134,5 @@ def _failed(
     query.base64 = False
     query.estimate_raw = 0
     query.script = 0
-    query.failure = Failure(
-        code=Code.INTERNAL,
-        reason=Reason.SERVER_ERROR,
-        message=f"the aggregator failed on this record: {type(error).__name__}",
-        retryable=True,
-        dead_letter=True,
-    )
+    query.failure = failure
     return query

@@ -445,6 +445,32 @@ def test_whatever_raises_is_the_end_of_one_record_only(part: str) -> None:
         assert b"SERVER_ERROR" in encoded[1]
 
 
+def test_a_record_whose_headers_the_client_cannot_read_is_undecodable() -> None:
+    class Unreadable(FakeMessage):
+        """As the client does: the second answer would end the process of whoever looks into it."""
+
+        asked = 0
+
+        def headers(self) -> Any:
+            self.asked += 1
+            if self.asked > 1:
+                raise AssertionError("asked again")
+            raise SystemError("returned a result with an exception set")
+
+    bad, good = Unreadable(5, b'{"text": "a"}'), FakeMessage(6, b'{"text": "b"}', [("a", None)])
+    intake = Intake(
+        options=DecodeOptions(models=frozenset({MODEL})),
+        estimators={MODEL: FakeEstimator()},
+        on_bug=lambda error: pytest.fail(repr(error)),
+    )
+    batch = RawBatch(messages=cast("Any", [bad, good]), epochs={TP: 3}, positions=[])
+    refused, mate = intake.read(batch, arrived_ns=10**15, wall_ms=2_000).records
+    assert refused.failure is not None
+    assert (refused.failure.reason, refused.failure.dead_letter) == (Reason.UNDECODABLE, True)
+    assert (refused.offset, refused.value, refused.headers) == (5, b'{"text": "a"}', ())
+    assert (mate.failure, mate.headers) == (None, [("a", None)])
+
+
 async def test_a_record_that_failed_on_a_bug_of_ours_is_answered_and_lettered() -> None:
     queries, _ = read([b'{"text": "boom"}'])
     stand = Stand()
