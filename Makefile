@@ -83,19 +83,22 @@ constraints: ## Compile ops/constraints from pyproject.toml (UPGRADE=1: newer ve
 kafka: $(RUN) ## One real Apache Kafka node in the foreground (Java 17, Maven)
 	@$(BIN)/python -m ops.kafka $(ARGS)
 
-.PHONY: bench-hotpath bench-latency bench-claims
+# Real texts and arrivals instead of the project's own: make bench-latency QUERIES=FILE ARRIVALS=FILE
+FROM_QUERIES = $(if $(QUERIES),--queries $(QUERIES))
+FROM_ARRIVALS = $(if $(ARRIVALS),--arrivals $(ARRIVALS))
+
+.PHONY: bench-hotpath bench-latency bench-claims verify
 bench-hotpath: $(RUN) ## CPU per query and queries per second of one aggregator (JSON=1: JSON arrays)
-	@$(BIN)/python -m ops.bench.hotpath $(if $(filter 1,$(JSON)),--json-arrays) $(FROM_FILE) $(ARGS)
+	@$(BIN)/python -m ops.bench.hotpath $(FROM_QUERIES) $(if $(filter 1,$(JSON)),--json-arrays) $(ARGS)
 
 bench-latency: $(RUN) ## What the aggregator adds to latency at 100 queries per second
-	@$(BIN)/python -m ops.bench.latency $(FROM_FILE) $(ARGS)
+	@$(BIN)/python -m ops.bench.latency $(FROM_QUERIES) $(FROM_ARRIVALS) $(ARGS)
 
 bench-claims: $(RUN) ## How full claims and passes are against the target
-	@$(BIN)/python -m ops.bench.claims $(FROM_FILE) $(ARGS)
+	@$(BIN)/python -m ops.bench.claims $(FROM_QUERIES) $(ARGS)
 
-.PHONY: verify
-verify: $(DEV) ## Every query of QUERIES=FILE one result, each vector that of its text alone
-	@$(BIN)/python -m ops.verify $(FROM_FILE) $(ARGS)
+verify: $(DEV) ## Every query one result, every vector that of sentence-transformers
+	@$(BIN)/python -m ops.verify $(FROM_QUERIES) $(ARGS)
 
 .PHONY: up down test-compose
 up: ## The whole stack in containers, in the background (Docker with compose)
