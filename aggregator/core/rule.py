@@ -56,7 +56,7 @@ def next_offer(
     """
     return (
         _idle(servers, now_ns, lead_ns)
-        or _ahead(servers, waiting_tokens)
+        or _ahead(servers, waiting_tokens, now_ns, lead_ns)
         or _before_boundary(servers, waiting_tokens, now_ns, lead_ns)
     )
 
@@ -68,12 +68,14 @@ def _idle(servers: Collection[Server], now_ns: int, lead_ns: int) -> Offer | Non
         return None
     if len(idle) == 1:
         server = idle[0]
-        return _instead(server, servers, now_ns, lead_ns) or Offer(server, _tokens_max(server))
+        return _instead(server, servers, now_ns, lead_ns) or Offer(
+            server, min(_target(server), server.room_tokens())
+        )
     # All aggregators know the same of the servers. The time at which each has something to send is
     # what differs, so it scatters them (Knuth's multiplicative hash).
     idle.sort(key=lambda each: each.address)
     server = idle[((now_ns * 2_654_435_761) >> 20) % len(idle)]
-    return Offer(server, _tokens_max(server))
+    return Offer(server, min(_target(server), server.room_tokens()))
 
 
 def _instead(idle: Server, servers: Collection[Server], now_ns: int, lead_ns: int) -> Offer | None:
@@ -94,17 +96,23 @@ def _instead(idle: Server, servers: Collection[Server], now_ns: int, lead_ns: in
     return None
 
 
-def _ahead(servers: Collection[Server], waiting_tokens: float) -> Offer | None:
+def _ahead(
+    servers: Collection[Server], waiting_tokens: float, now_ns: int, lead_ns: int
+) -> Offer | None:
     """A full claim, where the window has the room; to the server that is done first."""
-    fitting = [
-        server
-        for server in servers
-        if waiting_tokens >= (full := full_tokens(server)) and server.room_tokens() >= full
-    ]
+    fitting = []
+    for server in servers:
+        full = full_tokens(server)
+        if waiting_tokens >= full:
+            # What others send to several servers at once must not overfill one of them.
+            alone = len(servers) == 1 or not _shared(server)
+            room = _room(server, now_ns + lead_ns if alone else now_ns)
+            if room >= full:
+                fitting.append((server.next_start_ns(), server.unanswered_tokens, room, server))
     if not fitting:
         return None
-    server = min(fitting, key=lambda s: (s.next_start_ns(), s.unanswered_tokens, s.address))
-    return Offer(server, _tokens_max(server))
+    _, _, room, server = min(fitting, key=lambda each: (*each[:2], each[3].address))
+    return Offer(server, min(_target(server), room))
 
 
 def _before_boundary(
@@ -112,13 +120,14 @@ def _before_boundary(
 ) -> Offer | None:
     """What there is, for the boundary that comes first, when it is time to leave for it."""
     for start_ns, server in _by_start(servers):
+        full = full_tokens(server)
         if now_ns < start_ns - lead_ns:
             return None  # nor is it time for any later one
         tokens = _boundary_tokens(server, several=len(servers) > 1)
-        if tokens < 1.0:
+        if tokens < 1.0 or _crumb(server, tokens, waiting_tokens, full):
             continue
         leave_ns = _leave_ns(server, start_ns, lead_ns)
-        if waiting_tokens >= _LARGE * full_tokens(server):
+        if waiting_tokens >= _LARGE * full:
             leave_ns = start_ns - lead_ns
         if now_ns < leave_ns < NEVER_NS:
             # Not sooner to another: servers that end their passes together would all be kept busy
@@ -129,9 +138,15 @@ def _before_boundary(
     return None
 
 
+def _crumb(server: Server, tokens: float, waiting_tokens: float, full: float) -> bool:
+    """Whether so little goes there that it had better wait for the next full claim."""
+    return server.pending_tokens > 0.0 and waiting_tokens >= full and tokens < _LARGE * full
+
+
 def wake_at_ns(servers: Collection[Server], now_ns: int, lead_ns: int) -> int:
     """When the backlog may leave for the next boundary; `NEVER_NS`: not known yet."""
     times = [_leave_ns(server, start, lead_ns) for start, server in _by_start(servers)]
+    times += [server.boundary_ns - lead_ns for server in servers if server.boundary_ns < NEVER_NS]
     return min((time for time in times if time > now_ns), default=NEVER_NS)
 
 
@@ -170,9 +185,14 @@ def _by_start(servers: Collection[Server]) -> Sequence[tuple[int, Server]]:
     return known
 
 
-def _tokens_max(server: Server) -> float:
-    limits = server.limits
-    return min(limits.batch_tokens_target, server.room_tokens()) if limits else 0.0
+def _target(server: Server) -> float:
+    return server.limits.batch_tokens_target if server.limits else 0.0
+
+
+def _room(server: Server, by_ns: int) -> float:
+    """What is left of the window for a claim that arrives by then."""
+    ending = server.running_tokens() if server.boundary_ns <= by_ns else 0.0
+    return server.room_tokens() + ending
 
 
 def _boundary_tokens(server: Server, *, several: bool) -> float:
