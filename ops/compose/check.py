@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import Protocol
 
@@ -32,8 +33,8 @@ class Stack(Protocol):
     def stop(self) -> Mapping[str, int]:
         """Stop all; exit statuses by service."""
 
-    def down(self) -> None:
-        """Remove all that was made."""
+    def down(self, *, images: bool = True) -> None:
+        """Remove all that was made; what is not there is no error."""
 
 
 class DockerStack:
@@ -57,12 +58,14 @@ class DockerStack:
         listed = self._compose("ps", "--all", "--format", "{{.Service}} {{.ExitCode}}")
         return {line.split()[0]: int(line.split()[1]) for line in listed.splitlines()}
 
-    def down(self) -> None:
-        """Remove containers, network, volumes and the images built here."""
-        self._compose("down", "--volumes", "--rmi", "local", "--timeout", "30")
+    def down(self, *, images: bool = True) -> None:
+        """Remove containers, network and volumes; images stay, `make up` runs the same."""
+        del images
+        self._compose("down", "--volumes", "--timeout", "30")
 
     def _compose(self, *arguments: str) -> str:
-        command = ["docker", "compose", "--file", str(COMPOSE_FILE), *arguments]
+        command = ["docker", "compose", "--project-name", self._project.name]
+        command += ["--file", str(COMPOSE_FILE), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise ComposeError(f"docker compose {arguments[0]} failed:\n{done.stderr[-4000:]}")
@@ -119,19 +122,24 @@ def main() -> int:
     """Run the check; remove everything in any case."""
     parser = argparse.ArgumentParser(prog="python -m ops.compose.check", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave the stack as it is at the end")
-    keep = parser.parse_args().keep
+    parser.add_argument("--keep-images", action="store_true", help="podman: a faster next run")
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _interrupt)
     stack: Stack | None = None
     try:
         project = load()
+        # Of its own, so that a stack that somebody works with is left alone.
+        project = replace(project, name=f"{project.name}-check")
         stack = choose(project)
+        # What an earlier run that was killed may have left.
+        stack.down(images=False)
         check(project, stack)
     except ComposeError as error:
         print(f"test-compose: {error}", file=sys.stderr)
         return 1
     finally:
-        if stack is not None and not keep:
-            stack.down()
+        if stack is not None and not arguments.keep:
+            stack.down(images=not arguments.keep_images)
     print("test-compose: the whole stack works")
     return 0
 

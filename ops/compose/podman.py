@@ -2,8 +2,8 @@
 
 For machines that have neither a Docker engine nor a way to an image registry. Owns: the stand-in
 images (Debian's packages under the names of `FROM` and `image:`; Kafka from its Maven artifacts),
-the containers, the network, the volumes; all are removed by `down`, but for the Debian base, kept
-as a tar file in .cache/standins. Needs root and Debian's packages `PACKAGES`; installs none.
+the containers, the network, the volumes; all are removed by `down`. The Debian base, as a tar file,
+and uv's downloads stay in .cache/standins. Needs root and Debian's `PACKAGES`; installs none.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class PodmanStack:
         """Nothing is started yet."""
         self._project = project
         self._network = f"{project.name}_default"
-        self._standins: list[str] = []
-        self._built: list[str] = []
+        self._images_before: set[str] = set()
 
     def build(self) -> None:
         """Make the stand-ins and build the project's images."""
+        self._images_before = _images()
         built = {s.image: s.build for s in self._project.services.values() if s.build is not None}
         bases = {
             base
@@ -66,7 +66,6 @@ class PodmanStack:
             # PyTorch's own index is not among the registries that such a machine reaches.
             arguments = {**build.arguments, "TORCH_BACKEND": ""}
             self._buildah(image, build.dockerfile, build.context, arguments)
-            self._built.append(image)
 
     def up(self) -> None:
         """Start each service when what it depends on is healthy or has ended well."""
@@ -98,16 +97,16 @@ class PodmanStack:
             statuses[service.name] = int(done.stdout)
         return statuses
 
-    def down(self) -> None:
-        """Remove containers, network, volumes and images; what is not there is no error."""
+    def down(self, *, images: bool = True) -> None:
+        """Remove containers, network, volumes and what `build` made; not there is no error."""
         containers = [self._container(name) for name in reversed(list(self._project.services))]
         _run(*PODMAN, "rm", "--force", "--volumes", *containers, check=False)
         _run(*PODMAN, "network", "rm", "--force", self._network, check=False)
         volumes = [f"{self._project.name}_{volume}" for volume in self._project.volumes]
         _run(*PODMAN, "volume", "rm", "--force", *volumes, check=False)
-        images = [*self._built, *reversed(self._standins)]
-        if images:
-            _run(*PODMAN, "rmi", "--force", *images, check=False)
+        made = _images() - self._images_before
+        if images and made:
+            _run(*PODMAN, "rmi", "--force", *made, check=False)
 
     def _container(self, service: str) -> str:
         return f"{self._project.name}-{service}-1"
@@ -164,8 +163,7 @@ class PodmanStack:
                 _run("tar", "-C", folder, "-cf", f"{tar}.part", ".")
             Path(f"{tar}.part").rename(tar)
         options = [f"--change=ENV {name}={CA_BUNDLE}" for name in ("SSL_CERT_FILE", "PIP_CERT")]
-        self._standins.append(f"docker.io/library/{image}")
-        _run(*PODMAN, "import", *options, str(tar), self._standins[-1])
+        _run(*PODMAN, "import", *options, str(tar), f"docker.io/library/{image}")
 
     def _build_kafka(self, image: str) -> None:
         """The same Kafka under the official image's name."""
@@ -174,17 +172,25 @@ class PodmanStack:
             shutil.copytree(fetch_jars(), context / "libs")
             shutil.copy(STANDINS / "kafka-run.sh", context)
             (context / "kafka-run.sh").chmod(0o755)
-            self._standins.append(f"docker.io/{image}")
-            self._buildah(self._standins[-1], STANDINS / "kafka.Dockerfile", context, {})
+            self._buildah(f"docker.io/{image}", STANDINS / "kafka.Dockerfile", context, {})
 
     def _buildah(
         self, image: str, dockerfile: Path, context: Path, arguments: Mapping[str, str]
     ) -> None:
         options = [f"--build-arg={name}={value}" for name, value in arguments.items()]
+        downloads = CACHE / "tmp"
+        downloads.mkdir(parents=True, exist_ok=True)
         _run(
+            # Where buildah keeps the cache mounts of RUN.
+            *("env", f"TMPDIR={downloads}"),
             *("buildah", "bud", "--isolation", "chroot", "--layers", "--pull-never"),
             *("--tag", image, "--file", str(dockerfile), *options, str(context)),
         )
+
+
+def _images() -> set[str]:
+    """The ids of all images, those between layers included."""
+    return set(_run(*PODMAN, "images", "--all", "--quiet", "--no-trunc").stdout.split())
 
 
 def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -196,4 +202,4 @@ def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 def _shown(command: Sequence[str]) -> str:
-    return " ".join(command[:8])
+    return " ".join(command[:12])
