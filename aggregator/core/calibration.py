@@ -146,7 +146,16 @@ class _Sums:
 class _Fit:
     """One class: its sums, its coefficients and how far they can be trusted."""
 
-    __slots__ = ("fresh", "intercept", "noise", "slope", "slope_bytes", "total", "uncertainty")
+    __slots__ = (
+        "caution",
+        "error",
+        "fresh",
+        "intercept",
+        "noise",
+        "slope",
+        "slope_bytes",
+        "total",
+    )
 
     def __init__(self, prior: Prior) -> None:
         self.fresh = _Sums()
@@ -155,8 +164,10 @@ class _Fit:
         self.slope_bytes = prior.slope_bytes
         self.intercept = prior.intercept
         self.noise = prior.noise
-        self.uncertainty = prior.deviation_relative
-        """Relative standard error of the mean estimate of this class."""
+        self.error = 0.0
+        """Relative standard error of the mean estimate, from the counts."""
+        self.caution = prior.deviation_relative
+        """The same, while there are too few counts to tell."""
 
     def refit(self, prior: _Fit | Prior, base: Prior) -> None:
         """Solve the normal equations with the pull towards `prior`, in units of the noise."""
@@ -169,9 +180,8 @@ class _Fit:
         freedom = max(sums.n - 3.0, 1.0)
         self.noise = (residual + doubt * base.noise) / (freedom + doubt)
         mean = sums.y / sums.w if sums.w else 1.0
-        standard_error = sqrt(self.noise / sums.w) / max(mean, 1.0) if sums.w else 1.0
-        caution = base.deviation_relative * max(0.0, 1.0 - sums.n / _PRIOR_OBSERVATIONS)
-        self.uncertainty = standard_error + caution
+        self.error = sqrt(self.noise / sums.w) / max(mean, 1.0) if sums.w else 1.0
+        self.caution = base.deviation_relative * max(0.0, 1.0 - sums.n / _PRIOR_OBSERVATIONS)
 
 
 def _solve(sums: _Sums, noise: float, prior: _Fit | Prior) -> tuple[float, float, float]:
@@ -215,8 +225,19 @@ def _residual(sums: _Sums, a: float, c: float, b: float) -> float:
     return value if value > 1e-9 * sums.yy else 0.0
 
 
-_Row = tuple[float, float, float, float, float]
-"""slope, slope of bytes, intercept, variance per (estimate + 2), variance per estimated token."""
+def _add_doubt(doubted: Sequence[tuple[float, Query]]) -> None:
+    """Add what is common to texts of classes that are hardly known: (sum of caution x estimate)^2.
+
+    It is spread over them in proportion, so that it adds up to that when they go into one claim.
+    """
+    total = sum([caution * query.estimate for caution, query in doubted])
+    for caution, query in doubted:
+        query.variance += caution * query.estimate * total
+
+
+_Row = tuple[float, float, float, float, float, float]
+"""slope, slope of bytes, intercept, variance per (estimate + 2), variance per estimated token,
+caution."""
 
 
 class Calibration:
@@ -259,6 +280,7 @@ class Calibration:
         """Set `estimate` and `variance` of each from its raw estimate, bytes and class."""
         rows = self._rows
         shift = 0 if self._exact else 1
+        doubted: list[tuple[float, Query]] = []
         for query in queries:
             row = rows.get(query.input_type << 6 | query.script * shift)
             if row is None:
@@ -269,6 +291,10 @@ class Calibration:
                 tokens = 1.0
             query.estimate = tokens
             query.variance = row[3] * (raw + 2) + row[4] * tokens
+            if row[5]:
+                doubted.append((row[5], query))
+        if doubted:
+            _add_doubt(doubted)
         if self._cap < inf:
             self._cut(queries)
         if len(queries) > 1:
@@ -289,14 +315,14 @@ class Calibration:
 
     def _row(self, key: int) -> _Row:
         fit = self._fits.get(key, self._pool)
-        uncertainty = fit.uncertainty if key in self._fits else self._prior.deviation_relative
         # The error of a fit is common to all of a claim: (sum u e)^2 <= (sum e) (sum u^2 e).
         row = (
             fit.slope,
             fit.slope_bytes,
             fit.intercept,
             fit.noise,
-            uncertainty * uncertainty * self._claim_tokens,
+            fit.error * fit.error * self._claim_tokens,
+            fit.caution if key in self._fits else self._prior.deviation_relative,
         )
         self._rows[key] = row
         return row
@@ -385,11 +411,11 @@ class Margin:
     __slots__ = ("claims", "claims_over", "deviations", "inflation")
 
     OVER_RATE: Final = 0.004
-    STEP: Final = 0.3
+    STEP: Final = 0.15
     DEVIATIONS_MIN: Final = 1.5
     DEVIATIONS_MAX: Final = 5.0
-    START: Final = 2.7
-    INFLATION_MEMORY: Final = 40.0
+    START: Final = 2.65
+    INFLATION_MEMORY: Final = 80.0
 
     def __init__(self) -> None:
         """Start at the normal distribution's quantile."""
