@@ -48,9 +48,8 @@ def kafka() -> Iterator[KafkaNode]:
         node.stop()
 
 
-@pytest.fixture
-def kafka_topic(kafka: KafkaNode) -> TopicFactory:
-    """Make topics of unique names on the real node."""
+def topic_factory(kafka: KafkaNode) -> TopicFactory:
+    """Make topics of unique names on a real node."""
     from confluent_kafka.admin import AdminClient
     from confluent_kafka.cimpl import NewTopic
 
@@ -64,6 +63,12 @@ def kafka_topic(kafka: KafkaNode) -> TopicFactory:
         return name
 
     return make
+
+
+@pytest.fixture
+def kafka_topic(kafka: KafkaNode) -> TopicFactory:
+    """Make topics of unique names on the node of all tests."""
+    return topic_factory(kafka)
 
 
 @pytest.fixture

@@ -115,7 +115,8 @@ def _failed(  # noqa: PLR0917 - private, and as the caller has them
     query.key = message.key()
     query.value = message.value()
     query.headers = headers
-    query.timestamp_ms = None
+    kind, timestamp_ms = message.timestamp()
+    query.timestamp_ms = None if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_ms
     query.arrived_ns = arrived_ns
     query.deadline_ns = 0
     query.size_bytes = len(message)
