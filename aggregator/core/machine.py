@@ -109,6 +109,9 @@ class Aggregator:
         self._draining = False
         self._halted = False
         self._wake_at_ns: int | None = None
+        self._touched: set[str] = set()
+        """Models whose dispatcher has something to look at; without that it is left alone."""
+        self._dispatcher_wakes: dict[str, int | None] = {}
         self._effects: list[Effect] = []
         self._handlers: dict[type[Any], Callable[[Any, int], None]] = {
             ev.RecordsPolled: self._records_polled,
@@ -181,6 +184,7 @@ class Aggregator:
         self._query_bytes += size_bytes
         for model, queries in admitted.items():
             self.dispatchers[model].admit(queries, now_ns)
+        self._touched.update(admitted)
         for position in event.positions:
             ledger = ledgers.get(position.tp)
             if ledger is None or ledger.epoch != position.epoch or ledger.closed:
@@ -204,15 +208,18 @@ class Aggregator:
 
     def _server_changed(self, event: ev.ServerChanged, now_ns: int) -> None:
         self.dispatchers[event.model].server_changed(event, now_ns)
+        self._touched.add(event.model)
 
     def _claim_answered(self, event: ev.ClaimAnswered, now_ns: int) -> None:
         answered = self.dispatchers[event.model].claim_answered(event, now_ns)
+        self._touched.add(event.model)
         for rows in answered.vectors:
             self._delivery.vectors(rows)
         self._fail_all(answered.ended)
 
     def _claim_lost(self, event: ev.ClaimLost, now_ns: int) -> None:
         self._fail_all(self.dispatchers[event.model].claim_lost(event, now_ns))
+        self._touched.add(event.model)
 
     # Writes --------------------------------------------------------------------------------------
 
@@ -392,6 +399,7 @@ class Aggregator:
         self._query_bytes -= sum(query.size_bytes for query in abandoned)
         for dispatcher in self.dispatchers.values():
             dispatcher.remove(lambda query: query.phase == ABANDONED)
+        self._touched.update(self.dispatchers)
         self._delivery.forget_abandoned()
 
     # The end -------------------------------------------------------------------------------------
@@ -407,6 +415,7 @@ class Aggregator:
 
     def _tick(self, _event: ev.Tick, _now_ns: int) -> None:
         self._wake_at_ns = None
+        self._touched.update(self.dispatchers)
 
     def _advance(self, now_ns: int) -> None:
         """Let everything that time or the event made possible happen."""
@@ -415,12 +424,8 @@ class Aggregator:
         if outage is not None:
             self._halt(Halt(exit_code=1, message=outage))
             return
-        for dispatcher in self.dispatchers.values():
-            self._fail_all(dispatcher.expire(now_ns))
-            for effect in dispatcher.dispatch(now_ns):
-                if isinstance(effect, Dispatch):
-                    self._started(effect.queries)
-                self._effects.append(effect)
+        if self._touched:
+            self._dispatch(now_ns)
         write = self._delivery.take()
         if write is not None:
             self._effects.append(write)
@@ -429,7 +434,19 @@ class Aggregator:
         if self._halted:
             return
         self._pause_and_resume()
-        self._wake(now_ns)
+        self._wake()
+
+    def _dispatch(self, now_ns: int) -> None:
+        for model, dispatcher in self.dispatchers.items():
+            if model not in self._touched:
+                continue
+            self._fail_all(dispatcher.expire(now_ns))
+            for effect in dispatcher.dispatch(now_ns):
+                if isinstance(effect, Dispatch):
+                    self._started(effect.queries)
+                self._effects.append(effect)
+            self._dispatcher_wakes[model] = dispatcher.wake_at(now_ns)
+        self._touched.clear()
 
     def _started(self, queries: Sequence[Query]) -> None:
         ledgers = self._ledgers
@@ -463,10 +480,9 @@ class Aggregator:
         if resume:
             self._effects.append(Resume(partitions=resume))
 
-    def _wake(self, now_ns: int) -> None:
+    def _wake(self) -> None:
         """Ask for the next tick, if it is not the one already asked for."""
-        times = [dispatcher.wake_at(now_ns) for dispatcher in self.dispatchers.values()]
-        times.append(self._delivery.wake_at())
+        times = [*self._dispatcher_wakes.values(), self._delivery.wake_at()]
         times.extend(r.deadline_ns for r in self._rendezvous if not r.commit_id)
         if self._commits.due and not self._commits.asynchronous_id:
             times.append(self._commits.last_ns + self._options.commit_interval_ns)

@@ -95,9 +95,9 @@ class Ledger:
         return dropped
 
     def abandon(self) -> list[Query]:
-        """The epoch is over: whatever is unsettled belongs to the next owner."""
+        """The epoch is over: return what became the next owner's by this call, each query once."""
         self.closed = True
-        abandoned = [query for query in self.unsettled if query.phase != SETTLED]
+        abandoned = [q for q in self.unsettled if q.phase not in (SETTLED, ABANDONED)]
         for query in abandoned:
             query.phase = ABANDONED
         return abandoned

@@ -275,6 +275,7 @@ class TestRebalances:
         assert release.abandoned == 1
         assert of(bench.answer(claim), fx.Write) == []
         assert stuck.phase == ABANDONED
+        assert bench.core.buffer_bytes == 0
 
     def test_reports_for_abandoned_queries_move_nothing(self, bench: Bench) -> None:
         query = make_query(0)
