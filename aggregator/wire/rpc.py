@@ -80,10 +80,14 @@ def build_request(
 
 
 def server_limits(state: pb.ServerState) -> ServerLimits:
-    """Convert; numbers that no server means (`busy_ms` not finite or below 0) become 0."""
+    """Convert what a server says, whatever it says.
+
+    A `busy_ms` that is not finite or below 0 becomes 0, a target of 0 (a state left empty) 1: sizes
+    are reckoned in targets.
+    """
     busy_ms = state.busy_ms
     return ServerLimits(
-        batch_tokens_target=state.batch_tokens_target,
+        batch_tokens_target=max(state.batch_tokens_target, 1),
         batch_tokens_max=state.batch_tokens_max,
         window_tokens=state.window_tokens,
         inputs_max=state.inputs_max,

@@ -419,3 +419,7 @@ def test_limits() -> None:
 )
 def test_a_busy_time_that_no_server_means(busy_ms: float, expected: float) -> None:
     assert server_limits(pb.ServerState(busy_ms=busy_ms)).busy_ms == expected
+
+
+def test_an_empty_state_has_a_target_to_reckon_with() -> None:
+    assert server_limits(pb.ServerState()).batch_tokens_target == 1
