@@ -281,6 +281,8 @@ class Calibration:
         rows = self._rows
         shift = 0 if self._exact else 1
         doubted: list[tuple[float, Query]] = []
+        sum_tokens = 0.0
+        sum_raw = 0
         for query in queries:
             row = rows.get(query.input_type << 6 | query.script * shift)
             if row is None:
@@ -291,6 +293,8 @@ class Calibration:
                 tokens = 1.0
             query.estimate = tokens
             query.variance = row[3] * (raw + 2) + row[4] * tokens
+            sum_tokens += tokens
+            sum_raw += raw
             if row[5]:
                 doubted.append((row[5], query))
         if doubted:
@@ -298,13 +302,9 @@ class Calibration:
         if self._cap < inf:
             self._cut(queries)
         if len(queries) > 1:
-            self._follow(queries)
-
-    def _follow(self, queries: Sequence[Query]) -> None:
-        tokens = sum([query.estimate for query in queries])
-        units = sum([query.estimate_raw for query in queries]) + 2 * len(queries)
-        weight = min(1.0, len(queries) / 256)
-        self.tokens_per_unit += weight * (tokens / units - self.tokens_per_unit)
+            weight = min(1.0, len(queries) / 256)
+            ratio = sum_tokens / (sum_raw + 2 * len(queries))
+            self.tokens_per_unit += weight * (ratio - self.tokens_per_unit)
 
     def _cut(self, queries: Sequence[Query]) -> None:
         """What is truncated ends at the model's maximum."""
@@ -411,7 +411,7 @@ class Margin:
     __slots__ = ("claims", "claims_over", "deviations", "inflation")
 
     OVER_RATE: Final = 0.004
-    STEP: Final = 0.15
+    STEP: Final = 0.1
     DEVIATIONS_MIN: Final = 1.5
     DEVIATIONS_MAX: Final = 5.0
     START: Final = 2.65

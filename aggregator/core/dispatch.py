@@ -60,7 +60,7 @@ class DispatchOptions:
     backoff_ns_min: int = 20 * _MS
     backoff_ns_max: int = 1_000 * _MS
     bad_answers_max: int = 3
-    look_ahead: int = 48
+    look_ahead: int = 16
     """Later queries that are tried in place of one that does not fit."""
 
 

@@ -140,7 +140,9 @@ def _before_boundary(
 
 def _crumb(server: Server, tokens: float, waiting_tokens: float, full: float) -> bool:
     """Whether so little goes there that it had better wait for the next full claim."""
-    return server.pending_tokens > 0.0 and waiting_tokens >= full and tokens < _LARGE * full
+    if server.pending_tokens <= 0.0 or waiting_tokens < full:
+        return False
+    return tokens < (_LARGE * full if _shared(server) else full)
 
 
 def wake_at_ns(servers: Collection[Server], now_ns: int, lead_ns: int) -> int:
