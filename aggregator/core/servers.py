@@ -87,6 +87,7 @@ class Server:
 
     __slots__ = (
         "_cancelled_ns",
+        "_cut",
         "_failed_birth",
         "_probe",
         "address",
@@ -148,6 +149,7 @@ class Server:
         """The one suspect request that is open here; 0: none."""
         self._failed_birth = -1
         self._cancelled_ns = 0
+        self._cut = False
         self._probe = 0
 
     # What may be sent ----------------------------------------------------------------------------
@@ -183,12 +185,13 @@ class Server:
         self.pending_tokens = 0.0
         self.pass_ns = 0
         self.held_until_ns = 0
+        self._cut = False
         self._cancelled_ns = 0
         self.heard_ns = now_ns
 
     def resumed(self) -> None:
         """It said that it drains no longer, unless its stream is being cut."""
-        if not self._cancelled_ns:
+        if not self._cut:
             self.phase = ServerPhase.READY
             self.births += 1
 
@@ -372,5 +375,6 @@ class Server:
 
     def cancelled(self, now_ns: int) -> None:
         """Its stream is being cut; it is not used again before it opens anew."""
+        self._cut = True
         self._cancelled_ns = now_ns
         self.closed(ServerPhase.DRAINING)
