@@ -21,6 +21,8 @@ RESULT_BYTES_MAX = 8 * 1024
 """`max.message.bytes` of the topics: results of ordinary queries fit, and not much more."""
 HEADERS_BYTES_MAX = 16 * 1024
 TEXT_BYTES_MAX = 128 * 1024
+TTL_MS = 600_000
+"""Longer than a slow machine takes for all of it."""
 TOKENS_MAX = 64
 DIMENSIONS = 384
 MATRYOSHKA = (64, 100)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.harness.bad_input import ABSENT, FAULTS, JSON, Case, js, pb
+from tests.harness.bad_input import ABSENT, FAULTS, JSON, TTL_MS, Case, js, pb
 from tests.harness.lying_server import (
     INFINITE_HALF,
     MARKER,
     NOT_A_NUMBER,
     Lie,
     LyingServer,
+    answered_again,
     bytes_of,
     doubled,
     doubled_later,
@@ -23,8 +24,10 @@ from tests.harness.lying_server import (
     refused,
     scales_of,
     silent,
+    states_empty,
     status,
     stream_dies,
+    times_absurd,
     with_column,
     with_field,
 )
@@ -75,12 +78,21 @@ OVERDUE: dict[str, tuple[Lie, str]] = {
     "holds-too-much": (refused(status(8, "TOO_MUCH_HELD")), "EXPIRED"),
     "refuses-all": (refused(status(14, "NOT_STARTED")), "NO_SERVER"),
 }
+HARMLESS: dict[str, Lie] = {
+    # There is a right vector all the same.
+    "doubled-later": doubled_later,
+    "answered-again": answered_again,
+    "states-empty": states_empty,
+    "times-absurd": times_absurd,
+    "tokens-0": with_column("tokens", [0]),
+    "tokens-absurd": with_column("tokens", [2**32 - 1]),
+}
 LIES: dict[str, Lie] = {
     **{model: lie for model, (lie, _) in BAD_ANSWERS.items()},
     **STATUSES,
     **DEATHS,
     **{model: lie for model, (lie, _) in OVERDUE.items()},
-    "doubled-later": doubled_later,
+    **HARMLESS,
 }
 
 
@@ -129,7 +141,7 @@ SERVERS = {
     },
     **{model: lied(model, reason="SERVER_ERROR", attempts=5) for model in STATUSES},
     **{model: lied(model, reason="ENGINE_DIED_ALONE") for model in DEATHS},
-    "doubled-later": lied("doubled-later"),
+    **{model: lied(model) for model in HARMLESS},
     ONE_OF_TWO: lied(ONE_OF_TWO),
     LARGE: js({"model": LARGE}, reason="RESULT_TOO_LARGE", headers=[("h", b"1")]),
     "large as base64": js(
@@ -141,16 +153,17 @@ SERVERS = {
 
 TIMES = {
     # To be sent when all servers are ready.
-    "deadline past by the setting": js(age_ms=120_000, reason="EXPIRED", key=b"k"),
+    "deadline past by the setting": js(age_ms=TTL_MS + 60_000, reason="EXPIRED", key=b"k"),
     "deadline past by the query": pb({"ttl_ms": 1_000}, age_ms=5_000, reason="EXPIRED"),
     "timestamp of 1970": js(age_ms=10**13, reason="EXPIRED"),
     "no server": js({"model": ABSENT, "ttl_ms": 300}, reason="NO_SERVER"),
     "no server, Protobuf": pb(
         {"model": ABSENT, "ttl_ms": 300, "id": "i"}, reason="NO_SERVER", id="i"
     ),
-    "no server and past": js({"model": ABSENT}, age_ms=120_000, reason="NO_SERVER"),
+    "no server and past": js({"model": ABSENT}, age_ms=TTL_MS + 60_000, reason="NO_SERVER"),
     **{
-        model: lied(model, {"ttl_ms": 400}, reason=reason) for model, (_, reason) in OVERDUE.items()
+        model: lied(model, {"ttl_ms": 1_500}, reason=reason)
+        for model, (_, reason) in OVERDUE.items()
     },
 }
 
@@ -164,6 +177,4 @@ def mates(models: Sequence[str]) -> dict[str, Case]:
 
 WHOLE_REFUSED = {"refused-internal", "refused-invalid"}
 """Nothing tells which query made the server refuse the request: its mates share its attempts."""
-MATES = mates(
-    [*BAD_ANSWERS, *(set(STATUSES) - WHOLE_REFUSED), *DEATHS, "doubled-later", ONE_OF_TWO]
-)
+MATES = mates([*BAD_ANSWERS, *(set(STATUSES) - WHOLE_REFUSED), *DEATHS, *HARMLESS, ONE_OF_TWO])

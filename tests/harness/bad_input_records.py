@@ -182,6 +182,9 @@ HEADERS = {
         headers=[(f"h{number:02}", _KILOBYTE) for number in range(20)],
         bare=True,
     ),
+    "20,000 headers of nothing": js(
+        reason="HEADERS_TOO_LARGE", headers=[("", None)] * 20_000, bare=True
+    ),
     "a header of 10 MB": js(
         reason="HEADERS_TOO_LARGE", headers=[("large", bytes(TEN_MB))], passed=[]
     ),
@@ -285,6 +288,12 @@ GOOD = {
     "describing headers are dropped": js(
         headers=[("a", b"1"), *DESCRIBING, ("ce-id", b"2")], passed=[("a", b"1"), ("ce-id", b"2")]
     ),
+    "a replayed letter's id too long": js(
+        {"id": "i"}, headers=[("__aggregator.replay.id", b"x" * 257)], passed=[], id="i"
+    ),
+    "a replayed letter's id not UTF-8": js(
+        headers=[("__aggregator.replay.id", b"\xff")], passed=[]
+    ),
     "a replayed letter": js(
         {"id": "i"},
         headers=[("__aggregator.replay.id", b"first"), ("__aggregator.replay.attempts", b"1")],
@@ -292,6 +301,9 @@ GOOD = {
         id="first",
     ),
 }
+
+FLOOD = {f"flood {number}": undecodable(b"\x00\x01\x02" * 100) for number in range(2_000)}
+"""From a producer that serialises otherwise."""
 
 RECORDS = {
     **UNDECODABLE,

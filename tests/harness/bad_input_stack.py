@@ -23,7 +23,7 @@ from aggregator.commands.received import ReceivedResult, read_result
 from tests.harness import bad_input as words
 from tests.harness.bad_input import Case, Headers, js
 from tests.harness.bad_input_faults import ENGINE, LIES, MATES, SERVERS, TIMES, servers
-from tests.harness.bad_input_records import HOSTILE_NAME, RECORDS
+from tests.harness.bad_input_records import FLOOD, HOSTILE_NAME, RECORDS
 from tests.harness.lying_server import LyingServer, LyingServers
 from tests.harness.processes import CommandProcess, Line, free_port
 from tests.harness.raw_producer import produce_with_raw_header
@@ -241,7 +241,7 @@ class Observer:
 
 
 def _letter_due(name: str) -> bool:
-    case = CASES.get(name)
+    case = CASES.get(name) or FLOOD.get(name)
     return case is not None and case.outcome.stage != ""
 
 
@@ -265,7 +265,7 @@ def observe(bootstrap_servers: str, make_topic: Callable[..., str], folder: Path
     letters = make_topic("letters", max_message_bytes=str(words.LETTER_BYTES_MAX))
     evidence = Evidence((queries, results, letters))
     observer = Observer(bootstrap_servers, f"group-{queries}", evidence)
-    first = mixed({**RECORDS, **ENGINE, **SERVERS}, {**SOUND, **MATES})
+    first = mixed({**FLOOD, **RECORDS, **ENGINE, **SERVERS}, {**SOUND, **MATES})
     with ExitStack() as stack:
         stack.callback(observer.close)
         liars = stack.enter_context(LyingServers(servers()))
@@ -345,6 +345,7 @@ def _aggregator(
             "AGGREGATOR_QUERIES_TOPIC": queries,
             "AGGREGATOR_RESULTS_TOPIC": results,
             "AGGREGATOR_DLQ_TOPIC": letters,
+            "AGGREGATOR_TTL_MS": str(words.TTL_MS),
             "AGGREGATOR_METRICS_LISTEN": "",
         },
     )

@@ -128,6 +128,31 @@ def doubled_later(
     return [response, again]
 
 
+def answered_again(
+    _request: pb.EmbedStreamRequest, response: Response, _indexes: list[int]
+) -> list[Response | None]:
+    """After the last message of its request, which is a fault of the stream."""
+    return [response, response]
+
+
+def states_empty(
+    _request: pb.EmbedStreamRequest, response: Response, _indexes: list[int]
+) -> list[Response | None]:
+    """It says that it is busy, and nothing of its limits."""
+    response.state.CopyFrom(pb.ServerState(busy_ms=5.0))
+    return [Response(state=response.state), response, Response(state=pb.ServerState())]
+
+
+def times_absurd(
+    _request: pb.EmbedStreamRequest, response: Response, _indexes: list[int]
+) -> list[Response | None]:
+    """Its pass took ages, and its queue less than nothing."""
+    response.inference_us = 2**63 - 1
+    response.queue_us = -(2**63)
+    response.state.busy_ms = math.inf
+    return [response, Response(state=state())]
+
+
 def silent(
     _request: pb.EmbedStreamRequest, _response: Response, _indexes: list[int]
 ) -> list[Response | None]:

@@ -15,7 +15,7 @@ from ops.kafka.node import KafkaNode
 from tests.conftest import topic_factory
 from tests.harness.bad_input import JSON, PROTOBUF, Case
 from tests.harness.bad_input_faults import LIES, MATES, ONE_OF_TWO
-from tests.harness.bad_input_records import LONG_KEY
+from tests.harness.bad_input_records import FLOOD, LONG_KEY
 from tests.harness.bad_input_stack import CASES, SOUND, Evidence, Record, observe
 
 pytestmark = pytest.mark.kafka
@@ -118,14 +118,26 @@ def told_of(evidence: Evidence, name: str, case: Case) -> dict[str, bytes]:
 
 def test_nothing_else_is_a_dead_letter(evidence: Evidence) -> None:
     lettered = {evidence.sent[offset] for offset in evidence.letters}
-    assert lettered == set(LETTERED)
+    assert lettered == {*LETTERED, *FLOOD}
 
 
 def test_every_record_has_one_result(evidence: Evidence) -> None:
     assert {offset: len(records) for offset, records in evidence.results.items()} == dict.fromkeys(
         evidence.sent, 1
     )
-    assert len(evidence.sent) == len(CASES) + len(GOOD) + 1 + len(evidence.recovered)
+    assert len(evidence.sent) == len(CASES) + len(FLOOD) + len(GOOD) + 1 + len(evidence.recovered)
+
+
+def test_a_flood_of_garbage_is_refused_record_by_record(evidence: Evidence) -> None:
+    statuses = {
+        record.result and record.result.fields["error"]["reason"] for record in flood(evidence)
+    }
+    assert statuses == {"UNDECODABLE"}
+
+
+def flood(evidence: Evidence) -> list[Record]:
+    offsets = [offset for offset, name in evidence.sent.items() if name in FLOOD]
+    return [record for offset in offsets for record in evidence.results[offset]]
 
 
 def test_poison_fails_none_of_its_mates(evidence: Evidence) -> None:
