@@ -87,6 +87,8 @@ class _Commits:
     asynchronous_id: int = 0
     due: bool = False
     """A watermark may have moved since the last commit."""
+    half_window: bool = False
+    """A partition has half a window to commit: sooner than the interval."""
     last_ns: int = 0
 
 
@@ -106,6 +108,9 @@ class Aggregator:
         self._rendezvous: list[_Rendezvous] = []
         self._query_bytes = 0
         self._all_paused = False
+        self._everything_paused = False
+        self._windows_moved = False
+        """Records were admitted or committed, or partitions came, since pauses were looked at."""
         self._draining = False
         self._halted = False
         self._wake_at_ns: int | None = None
@@ -132,9 +137,13 @@ class Aggregator:
 
     def handle(self, event: ev.Event, now_ns: int) -> list[Effect]:
         """Take one event in; return what is to be done, in order. After `Halt`: nothing."""
-        if self._halted:
-            return []
-        self._handlers[type(event)](event, now_ns)
+        return self.handle_all((event,), now_ns)
+
+    def handle_all(self, events: Iterable[ev.Event], now_ns: int) -> list[Effect]:
+        """The same for events that came together: what follows from them is decided once."""
+        for event in events:
+            if not self._halted:
+                self._handlers[type(event)](event, now_ns)
         if not self._halted:
             self._advance(now_ns)
         effects, self._effects = self._effects, []
@@ -182,6 +191,7 @@ class Aggregator:
             else:
                 admitted[query.model] = [query]
         self._query_bytes += size_bytes
+        self._windows_moved = True
         for model, queries in admitted.items():
             self.dispatchers[model].admit(queries, now_ns)
         self._touched.update(admitted)
@@ -237,9 +247,13 @@ class Aggregator:
                 size_bytes += query.size_bytes
                 moved.add(query.tp)
         self._query_bytes -= size_bytes
+        half = self._options.window_records_max // 2
         for tp in moved:
-            if self._ledgers[tp].advance():
+            ledger = self._ledgers[tp]
+            if ledger.advance():
                 self._commits.due = True
+                if ledger.settled - ledger.committed >= half:
+                    self._commits.half_window = True
 
     def _writes_failed(self, event: ev.WritesFailed, now_ns: int) -> None:
         if event.fault == ev.WriteFault.TOPIC:
@@ -285,6 +299,7 @@ class Aggregator:
             if settled >= ledger.committed:
                 ledger.committed_offset = offset
                 ledger.committed = settled
+        self._windows_moved = True
         self._commit_ended(event.commit_id)
 
     def _commit_failed(self, event: ev.CommitFailed, _now_ns: int) -> None:
@@ -300,14 +315,12 @@ class Aggregator:
 
     def _commit_if_due(self, now_ns: int) -> None:
         commits = self._commits
-        if not commits.due or commits.asynchronous_id:
-            return
         waited = now_ns - commits.last_ns >= self._options.commit_interval_ns
-        half = self._options.window_records_max // 2
-        open_ledgers = [ledger for ledger in self._ledgers.values() if not ledger.closed]
-        if waited or any(ledger.settled - ledger.committed >= half for ledger in open_ledgers):
+        if waited or commits.half_window:
             commits.due = False
+            commits.half_window = False
             commits.last_ns = now_ns
+            open_ledgers = [ledger for ledger in self._ledgers.values() if not ledger.closed]
             commits.asynchronous_id = self._commit(open_ledgers, synchronous=False)
 
     # Rebalances and the drain --------------------------------------------------------------------
@@ -318,6 +331,7 @@ class Aggregator:
             if stale is not None:  # its end was never told: nothing of it may be committed
                 self._give_up([stale])
             self._ledgers[tp] = Ledger(tp, event.epoch)
+        self._windows_moved = True
         if event.partitions:
             # A pause meant for an earlier assignment may still be on its way to the consumer.
             self._effects.append(Resume(partitions=list(event.partitions)))
@@ -419,18 +433,21 @@ class Aggregator:
 
     def _advance(self, now_ns: int) -> None:
         """Let everything that time or the event made possible happen."""
-        self._delivery.probe(now_ns)
-        outage = self._delivery.outage(now_ns)
-        if outage is not None:
-            self._halt(Halt(exit_code=1, message=outage))
-            return
+        if self._delivery.failing:
+            self._delivery.probe(now_ns)
+            outage = self._delivery.outage(now_ns)
+            if outage is not None:
+                self._halt(Halt(exit_code=1, message=outage))
+                return
         if self._touched:
             self._dispatch(now_ns)
         write = self._delivery.take()
         if write is not None:
             self._effects.append(write)
-        self._commit_if_due(now_ns)
-        self._advance_rendezvous(now_ns)
+        if self._commits.due and not self._commits.asynchronous_id:
+            self._commit_if_due(now_ns)
+        if self._rendezvous:
+            self._advance_rendezvous(now_ns)
         if self._halted:
             return
         self._pause_and_resume()
@@ -464,6 +481,9 @@ class Aggregator:
         elif 4 * buffer_bytes < 3 * options.buffer_bytes_max:
             self._all_paused = False
         everything = self._all_paused or self._delivery.failing
+        if everything == self._everything_paused and not self._windows_moved:
+            return
+        self._everything_paused, self._windows_moved = everything, False
         pause: list[TopicPartition] = []
         resume: list[TopicPartition] = []
         for tp, ledger in self._ledgers.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Letter:
 
 
 Token = Query | Letter
+_Reports = tuple[Sequence[Token], Sequence[tuple[Token, ev.WriteFault, str]]]
 
 
 class Bridge:
@@ -56,6 +58,8 @@ class Bridge:
         self._metrics = metrics
         self._log = log
         self._faults: dict[str, float] = {}
+        self._reports: deque[_Reports] = deque()
+        self._reports_called = False
 
     def attach(self, driver: Driver, taken: Callable[[], None]) -> None:
         """`taken` tells the source that its last batch is admitted."""
@@ -79,8 +83,12 @@ class Bridge:
     def on_reports(
         self, durable: Sequence[Token], failed: Sequence[tuple[Token, ev.WriteFault, str]]
     ) -> None:
-        """Delivery reports came."""
-        self._soon(self._reported, durable, failed)
+        """Delivery reports came; those that come while the loop is busy are taken in together."""
+        self._reports.append((durable, failed))
+        # The loop resets this before it empties the queue, so nothing appended is left behind.
+        if not self._reports_called:
+            self._reports_called = True
+            self._soon(self._reported)
 
     def on_fault(self, message: str, *, fatal: bool) -> None:
         """A client complains."""
@@ -111,24 +119,23 @@ class Bridge:
         self._driver.feed([polled])
         self._taken()
 
-    def _reported(
-        self, durable: Sequence[Token], failed: Sequence[tuple[Token, ev.WriteFault, str]]
-    ) -> None:
+    def _reported(self) -> None:
+        self._reports_called = False
+        results: list[Query] = []
+        letters: list[Query] = []
+        failures: list[tuple[Token, ev.WriteFault, str]] = []
+        while self._reports:
+            durable, failed = self._reports.popleft()
+            failures += failed
+            for token in durable:
+                if type(token) is Query:
+                    results.append(token)
+                elif type(token) is Letter:
+                    letters.append(token.query)
         events: list[ev.Event] = []
-        if durable:
-            results = [token for token in durable if type(token) is Query]
-            letters = [token.query for token in durable if type(token) is Letter]
+        if results or letters:
             events.append(ev.WritesDurable(results=results, letters=letters))
-        by_fault: dict[tuple[ev.WriteFault, str], list[Token]] = {}
-        for token, fault, message in failed:
-            by_fault.setdefault((fault, message), []).append(token)
-        for (fault, message), tokens in by_fault.items():
-            results = [token for token in tokens if isinstance(token, Query)]
-            letters = [token.query for token in tokens if isinstance(token, Letter)]
-            events.append(
-                ev.WritesFailed(fault=fault, message=message, results=results, letters=letters)
-            )
-        self._driver.feed(events)
+        self._driver.feed(events + _failures(failures))
 
     def _lost(self, tp: TopicPartition, count: int) -> None:
         self._metrics.add(m.RECORDS_LOST, count)
@@ -170,3 +177,19 @@ class SinkPort:
 
 def _name(tp: TopicPartition) -> str:
     return f"{tp[0]}-{tp[1]}"
+
+
+def _failures(failed: Sequence[tuple[Token, ev.WriteFault, str]]) -> list[ev.Event]:
+    """One event for each fault and message."""
+    by_fault: dict[tuple[ev.WriteFault, str], list[Token]] = {}
+    for token, fault, message in failed:
+        by_fault.setdefault((fault, message), []).append(token)
+    return [
+        ev.WritesFailed(
+            fault=fault,
+            message=message,
+            results=[token for token in tokens if isinstance(token, Query)],
+            letters=[token.query for token in tokens if isinstance(token, Letter)],
+        )
+        for (fault, message), tokens in by_fault.items()
+    ]

@@ -1,9 +1,8 @@
 """Feeds the core its events on the event loop and carries out the effects that come back.
 
-Invariants: the core sees events one at a time, in the order in which they were handed over; the
-effects of one are carried out before the next is handled; there is one timer, the core's `WakeAt`.
-What
-fails in here is a bug, never a record's fault: it ends the process with one line.
+Invariants: the core sees events in the order in which they were handed over, those that came
+together in one step, whose effects are carried out before the next; there is one timer, the core's
+`WakeAt`. What fails in here is a bug, never a record's fault: it ends the process with one line.
 
 The driver decides nothing. It knows its ports by what they can do, so tests give it fakes.
 """
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 class Core(Protocol):
     """The state machine."""
 
-    def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
-        """Take one event in; return what is to be done."""
+    def handle_all(self, events: Sequence[ev.Event], now_ns: int) -> list[fx.Effect]:
+        """Take in events that came together; return what is to be done."""
 
 
 class Source(Protocol):
@@ -153,7 +152,9 @@ class Driver:
         try:
             pending = self._pending
             while pending:
-                self._handle(pending.popleft())
+                events = list(pending)
+                pending.clear()
+                self._handle(events)
         except Exception as error:  # noqa: BLE001 - any bug in the core or below ends the process
             self._log.exception("bug")
             self.crash(f"internal error: {type(error).__name__}: {error}")
@@ -166,15 +167,16 @@ class Driver:
         if not self.halted.done():
             self.halted.set_result(fx.Halt(exit_code=1, message=message))
 
-    def _handle(self, event: ev.Event) -> None:
+    def _handle(self, events: Sequence[ev.Event]) -> None:
         if self.halted.done():
             return
         now_ns = self._ports.clock_ns()
-        note = self._note.get(type(event))
-        if note is not None:
-            note(event, now_ns)
+        for event in events:
+            note = self._note.get(type(event))
+            if note is not None:
+                note(event, now_ns)
         carry = self._carry
-        for effect in self._core.handle(event, now_ns):
+        for effect in self._core.handle_all(events, now_ns):
             carry[type(effect)](effect, now_ns)
 
     # Effects out ---------------------------------------------------------------------------------

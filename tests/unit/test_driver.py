@@ -123,9 +123,14 @@ class ScriptedCore:
         self.script: dict[type[Any], Callable[[Any], list[fx.Effect]]] = {}
         self.seen: list[ev.Event] = []
 
-    def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
-        self.seen.append(event)
-        return self.script.get(type(event), lambda _event: [])(event)
+    def handle_all(self, events: Sequence[ev.Event], now_ns: int) -> list[fx.Effect]:
+        self.seen.extend(events)
+        scripts = [self.script.get(type(event), lambda _event: []) for event in events]
+        return [
+            effect
+            for event, script in zip(events, scripts, strict=True)
+            for effect in script(event)
+        ]
 
 
 class Stand:
@@ -277,7 +282,8 @@ async def test_a_bug_in_the_core_is_one_line_and_the_end() -> None:
 
     core.script[ev.CommitDone] = broken
     stand = Stand(core)
-    stand.feed(ev.CommitDone(commit_id=1), ev.CommitDone(commit_id=2))
+    stand.feed(ev.CommitDone(commit_id=1))
+    stand.feed(ev.CommitDone(commit_id=2))
     assert stand.driver.halted.result().message == "internal error: KeyError: 'claim 7'"
     stand.feed(ev.StopRequested())
     assert core.seen == [ev.CommitDone(commit_id=1)]
