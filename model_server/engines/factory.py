@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,9 @@ def create_engine(
         return SimulatedEngine(_simulated_options(settings))
     if model_folder is None:
         raise EngineUnavailableError(f"engine {settings.engine} needs a model")
+    # Torch's threads wait for each other by spinning, which on cores shared with other processes
+    # triples the CPU time of a pass and makes it several times as long. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from model_server.engines.torch_engine import (  # noqa: PLC0415 - an extra
             TorchEngine,
