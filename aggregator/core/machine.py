@@ -17,16 +17,15 @@ It must not know of threads, clocks, bytes, gRPC or Kafka clients.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aggregator.core import events as ev
+from aggregator.core.commits import Commits
 from aggregator.core.delivery import Delivery
 from aggregator.core.dispatch import Dispatcher, DispatchOptions
 from aggregator.core.effects import (
-    Commit,
-    CommitOffset,
     Dispatch,
     Effect,
     Halt,
@@ -78,20 +77,6 @@ class Gauges:
     draining: bool
 
 
-@dataclass(slots=True)
-class _Commits:
-    """Commits under way, and what each will have committed: (ledger, offset, records below it)."""
-
-    ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    under_way: dict[int, list[tuple[Ledger, int, int]]] = field(default_factory=dict)
-    asynchronous_id: int = 0
-    due: bool = False
-    """A watermark may have moved since the last commit."""
-    half_window: bool = False
-    """A partition has half a window to commit: sooner than the interval."""
-    last_ns: int = 0
-
-
 class Aggregator:
     """The core. Feed it events in the order in which they happened."""
 
@@ -104,7 +89,9 @@ class Aggregator:
         }
         self._ledgers: dict[TopicPartition, Ledger] = {}
         self._delivery = Delivery(outage_ns_max=options.sink_outage_ns_max)
-        self._commits = _Commits()
+        self._commits = Commits(
+            interval_ns=options.commit_interval_ns, window_records_max=options.window_records_max
+        )
         self._rendezvous: list[_Rendezvous] = []
         self._query_bytes = 0
         self._all_paused = False
@@ -201,7 +188,7 @@ class Aggregator:
                 continue
             ledger.offset_next = position.offset_next
             if not ledger.unsettled:
-                self._commits.due = True
+                self._commits.moved(ledger)
 
     def _fail(self, query: Query) -> None:
         """Write the error that `query.failure` holds."""
@@ -247,13 +234,10 @@ class Aggregator:
                 size_bytes += query.size_bytes
                 moved.add(query.tp)
         self._query_bytes -= size_bytes
-        half = self._options.window_records_max // 2
         for tp in moved:
             ledger = self._ledgers[tp]
             if ledger.advance():
-                self._commits.due = True
-                if ledger.settled - ledger.committed >= half:
-                    self._commits.half_window = True
+                self._commits.moved(ledger)
 
     def _writes_failed(self, event: ev.WritesFailed, now_ns: int) -> None:
         if event.fault == ev.WriteFault.TOPIC:
@@ -271,57 +255,31 @@ class Aggregator:
     # Commits -------------------------------------------------------------------------------------
 
     def _commit(self, ledgers: Iterable[Ledger], *, synchronous: bool) -> int:
-        """Commit the watermarks that are not yet committed; return the commit's id, 0: none."""
-        entries = [
-            (ledger, watermark, ledger.settled)
-            for ledger in ledgers
-            if (watermark := ledger.to_commit) is not None
-        ]
-        if not entries:
+        """Ask for a commit of what these have to commit; return its id, 0: there is nothing."""
+        commit = self._commits.begin(ledgers, synchronous=synchronous)
+        if commit is None:
             return 0
-        commit_id = next(self._commits.ids)
-        self._commits.under_way[commit_id] = entries
-        self._effects.append(
-            Commit(
-                commit_id=commit_id,
-                offsets=[
-                    CommitOffset(tp=ledger.tp, epoch=ledger.epoch, offset_next=offset)
-                    for ledger, offset, _ in entries
-                ],
-                synchronous=synchronous,
-            )
-        )
-        return commit_id
+        self._effects.append(commit)
+        return commit.commit_id
 
     def _commit_done(self, event: ev.CommitDone, _now_ns: int) -> None:
-        for ledger, offset, settled in self._commits.under_way.pop(event.commit_id, ()):
-            # A synchronous commit may have overtaken this one.
-            if settled >= ledger.committed:
-                ledger.committed_offset = offset
-                ledger.committed = settled
+        self._commits.done(event.commit_id)
         self._windows_moved = True
         self._commit_ended(event.commit_id)
 
     def _commit_failed(self, event: ev.CommitFailed, _now_ns: int) -> None:
-        self._commits.under_way.pop(event.commit_id, None)
-        self._commits.due = True
+        self._commits.failed(event.commit_id)
         self._commit_ended(event.commit_id)
 
     def _commit_ended(self, commit_id: int) -> None:
-        if commit_id == self._commits.asynchronous_id:
-            self._commits.asynchronous_id = 0
         for rendezvous in [r for r in self._rendezvous if r.commit_id == commit_id]:
             self._part(rendezvous)
 
     def _commit_if_due(self, now_ns: int) -> None:
-        commits = self._commits
-        waited = now_ns - commits.last_ns >= self._options.commit_interval_ns
-        if waited or commits.half_window:
-            commits.due = False
-            commits.half_window = False
-            commits.last_ns = now_ns
-            open_ledgers = [ledger for ledger in self._ledgers.values() if not ledger.closed]
-            commits.asynchronous_id = self._commit(open_ledgers, synchronous=False)
+        if self._commits.due(now_ns):
+            self._commits.made(now_ns)
+            ledgers = [ledger for ledger in self._ledgers.values() if not ledger.closed]
+            self._commit(ledgers, synchronous=False)
 
     # Rebalances and the drain --------------------------------------------------------------------
 
@@ -444,8 +402,7 @@ class Aggregator:
         write = self._delivery.take()
         if write is not None:
             self._effects.append(write)
-        if self._commits.due and not self._commits.asynchronous_id:
-            self._commit_if_due(now_ns)
+        self._commit_if_due(now_ns)
         if self._rendezvous:
             self._advance_rendezvous(now_ns)
         if self._halted:
@@ -503,9 +460,8 @@ class Aggregator:
     def _wake(self) -> None:
         """Ask for the next tick, if it is not the one already asked for."""
         times = [*self._dispatcher_wakes.values(), self._delivery.wake_at()]
+        times.append(self._commits.wake_at())
         times.extend(r.deadline_ns for r in self._rendezvous if not r.commit_id)
-        if self._commits.due and not self._commits.asynchronous_id:
-            times.append(self._commits.last_ns + self._options.commit_interval_ns)
         at_ns = min((at for at in times if at is not None), default=None)
         if at_ns is not None and at_ns != self._wake_at_ns:
             self._wake_at_ns = at_ns
