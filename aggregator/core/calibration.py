@@ -65,7 +65,6 @@ def _lead_classes() -> bytes:
 
 _LEAD_CLASSES: Final = _lead_classes()
 _CONTINUATION: Final = bytes(range(0x80, 0xC0))
-_KANA_PREFIXES: Final = (b"\xe3\x81", b"\xe3\x82", b"\xe3\x83")
 
 
 def script_class(text: str) -> int:
@@ -82,11 +81,14 @@ def script_class(text: str) -> int:
         text = text[:half] + text[middle : middle + half]
     data = text.encode("utf-8", "surrogatepass")
     leads = data.translate(_LEAD_CLASSES, _CONTINUATION)
-    script = max(set(leads), key=leads.count)
-    if script == _ASCII:
+    if 2 * leads.count(_ASCII) > len(leads):
         return _LATIN
+    foreign = set(leads)
+    foreign.discard(_ASCII)
+    script = foreign.pop() if len(foreign) == 1 else max(foreign, key=leads.count)
     if script in (_HAN, _KANA):
-        return _KANA if any(prefix in data for prefix in _KANA_PREFIXES) else _HAN
+        kana = b"\xe3\x81" in data or b"\xe3\x82" in data or b"\xe3\x83" in data
+        return _KANA if kana else _HAN
     if script == _BRAHMIC:
         return _BRAHMIC_FIRST + ((data[data.index(0xE0) + 1] - 0xA0) >> 1)
     return script

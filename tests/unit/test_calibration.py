@@ -49,7 +49,18 @@ def test_a_few_foreign_letters_do_not_change_the_class() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "\ud800", "\x00", "\U0001f642" * 50_000, "é" * 131_072, "\u0e00", "\u0fff"]
+    "text",
+    [
+        "",
+        "a" * 200 + "é",
+        "ab" * 200 + "東" * 3 + "ab" * 900,
+        "\ud800",
+        "\x00",
+        "\U0001f642" * 50_000,
+        "é" * 131_072,
+        "\u0e00",
+        "\u0fff",
+    ],
 )
 def test_any_text_has_a_class(text: str) -> None:
     assert 0 <= script_class(text) < SCRIPT_CLASSES
