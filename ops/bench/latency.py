@@ -88,6 +88,7 @@ class Receiver(threading.Thread):
                 "group.id": "bench-latency-client",
                 "enable.auto.commit": False,
                 "fetch.wait.max.ms": 10,
+                "log_level": 0,
             }
         )
         ends = []
@@ -119,7 +120,9 @@ class Client:
     def __init__(self, bootstrap: str) -> None:
         """One producer for all phases, with the settings of an eager producer."""
         self._bootstrap = bootstrap
-        self._producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 0, "acks": "all"})
+        self._producer = Producer(
+            {"bootstrap.servers": bootstrap, "linger.ms": 0, "acks": "all", "log_level": 0}
+        )
 
     def run(
         self, texts: Sequence[str], arrivals: Sequence[float], *, queries: str, results: str
@@ -253,7 +256,8 @@ def create_topics(bootstrap: str, names: Sequence[str]) -> None:
         for kind in ("queries", "results")
     ]
     topics.append(NewTopic("queries.dlq", num_partitions=1, replication_factor=1))
-    for future in AdminClient({"bootstrap.servers": bootstrap}).create_topics(topics).values():
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    for future in admin.create_topics(topics).values():
         future.result(30)
 
 
