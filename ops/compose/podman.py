@@ -25,6 +25,8 @@ CACHE = ROOT / ".cache" / "standins"
 # crun and podman's default limits are refused in a container without privileges.
 PODMAN = ("podman", "--runtime", "runc", "--cgroup-manager", "cgroupfs")
 LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1000:1000")
+START_S_MAX = 300
+"""Until a service is healthy: generous, as other work may share the machine."""
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 """Copied from this machine, which may reach package registries by way of a proxy of its own."""
 
@@ -141,7 +143,7 @@ class PodmanStack:
 
     def _wait_until_healthy(self, service: Service, health: Health) -> None:
         container = self._container(service.name)
-        deadline = time.monotonic() + health.start_period_s
+        deadline = time.monotonic() + START_S_MAX
         while True:
             done = _run(*PODMAN, "exec", container, *health.command, check=False)
             if done.returncode == 0:
