@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     StreamContext = grpc.aio.ServicerContext[pb.EmbedStreamRequest, pb.EmbedStreamResponse]
 
 UNWRITTEN_BYTES_MAX = 8 * 1024 * 1024
+STATUS_BYTES = 1024
+"""What a message, and each failure in it, is reckoned to hold besides vectors: a client that sends
+only what is refused, and reads nothing, must not cost memory without end."""
 UNTOKENIZED_REQUESTS_MAX = 8
 
 
@@ -162,7 +165,7 @@ class Session:
         if timing is not None:
             message.queue_us = timing.queue_us
             message.inference_us = timing.inference_us
-        size_bytes = 0
+        size_bytes = STATUS_BYTES * (1 + len(failures))
         counts = held.columns.counts
         for group in groups:
             column = message.groups.add()
@@ -190,7 +193,7 @@ class Session:
         message = pb.EmbedStreamResponse(
             request_id=request_id, last=True, status=status_of(failure)
         )
-        self._order(_Outgoing(message))
+        self._order(_Outgoing(message, STATUS_BYTES))
 
     def _order(self, outgoing: _Outgoing) -> None:
         self._outbox.append(outgoing)

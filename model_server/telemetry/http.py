@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 CLIENT_TIMEOUT_SECONDS = 10.0
 HEADER_BYTES_MAX = 16_384
 _TEXT = "text/plain; charset=utf-8"
+_NONSENSE = (asyncio.IncompleteReadError, asyncio.LimitOverrunError)
 
 
 class ListenError(Exception):
@@ -54,7 +55,7 @@ class TelemetryServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A client that is gone, slow or talks nonsense gets nothing.
-        with contextlib.suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+        with contextlib.suppress(OSError, ValueError, TimeoutError, *_NONSENSE):
             async with asyncio.timeout(CLIENT_TIMEOUT_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
                 status, content_type, body = self.answer(head.split(b"\r\n", 1)[0].decode("ascii"))

@@ -17,7 +17,12 @@ from model_server.core.failures import not_started
 from model_server.server.answers import Group
 from model_server.server.calls import Held, Timing
 from model_server.server.requests import Columns
-from model_server.server.sessions import UNTOKENIZED_REQUESTS_MAX, UNWRITTEN_BYTES_MAX, Session
+from model_server.server.sessions import (
+    STATUS_BYTES,
+    UNTOKENIZED_REQUESTS_MAX,
+    UNWRITTEN_BYTES_MAX,
+    Session,
+)
 from model_server.server.workers import Worker
 from model_server.vectors import Encoded, Encoding
 from protos.embedding.v1 import embedding_service_pb2 as pb
@@ -188,6 +193,22 @@ async def test_reading_stops_while_too_much_is_unwritten(world: World) -> None:
     world.context.reads.set()
     await world.settle()
     assert world.server.requests == list(range(1, 10))
+
+
+async def test_reading_stops_while_too_many_refusals_are_unwritten(world: World) -> None:
+    def refuse(_session: Session, request: pb.EmbedStreamRequest) -> None:
+        world.server.requests.append(request.request_id)
+        world.session.refuse_id(request.request_id, not_started("Restarting."))
+
+    world.server.take_stream_request = refuse  # type: ignore[method-assign]
+    world.context.reads.clear()
+    most = UNWRITTEN_BYTES_MAX // STATUS_BYTES
+    world.send(*range(1, 2 * most))
+    await world.settle()
+    assert most < len(world.server.requests) <= most + 2
+    world.context.reads.set()
+    await world.settle()
+    assert len(world.server.requests) == 2 * most - 1
 
 
 async def test_a_half_closed_stream_ends_when_all_is_answered(world: World) -> None:

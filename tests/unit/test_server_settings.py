@@ -3,6 +3,8 @@ metrics."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from model_server.settings import (
     load_settings,
     printable,
 )
-from model_server.telemetry.http import TelemetryServer
+from model_server.telemetry.http import HEADER_BYTES_MAX, TelemetryServer
 from model_server.telemetry.metrics import TABLE, Metrics
 
 SIMULATED = {"MODEL_SERVER_ENGINE": "simulated"}
@@ -199,3 +201,18 @@ def test_probes_and_other_requests() -> None:
     assert server.answer("GET /livez HTTP/1.1")[0] == 200
     assert server.answer("POST /metrics HTTP/1.1")[0] == 405
     assert server.answer("nonsense")[0] == 405
+
+
+async def test_a_head_without_end_is_dropped_in_silence() -> None:
+    loop = asyncio.get_running_loop()
+    complaints: list[object] = []
+    loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    server = TelemetryServer(CollectorRegistry(), lambda: None)
+    port = await server.listen("127.0.0.1:0")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nA: " + b"x" * 4 * HEADER_BYTES_MAX)
+    with contextlib.suppress(ConnectionError):  # what it did not read makes it a reset
+        assert await reader.read() == b""
+    writer.close()
+    await server.close()
+    assert complaints == []
