@@ -196,9 +196,9 @@ async def test_reading_stops_while_too_much_is_unwritten(world: World) -> None:
 
 
 async def test_reading_stops_while_too_many_refusals_are_unwritten(world: World) -> None:
-    def refuse(_session: Session, request: pb.EmbedStreamRequest) -> None:
+    def refuse(session: Session, request: pb.EmbedStreamRequest) -> None:
         world.server.requests.append(request.request_id)
-        world.session.refuse_id(request.request_id, not_started("Restarting."))
+        session.refuse_id(request.request_id, not_started("Restarting."))
 
     world.server.take_stream_request = refuse  # type: ignore[method-assign]
     world.context.reads.clear()
