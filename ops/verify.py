@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -136,12 +137,13 @@ def receive(bootstrap: str, count: int, aggregator_process: Child) -> list[Recei
         last_s = time.monotonic()
         one = received[int(message.key() or b"-1")]
         missing -= one.count == 0
-        take(one, dict(message.headers() or []), message.value() or b"")
+        headers: dict[str, Any] = dict(message.headers() or [])
+        take(one, headers, message.value() or b"")
     consumer.close()
     return received
 
 
-def take(one: Received, headers: dict[str, bytes], value: bytes) -> None:
+def take(one: Received, headers: dict[str, Any], value: bytes) -> None:
     """Decode a result as a consumer would."""
     status = headers["embedding-status"].decode()
     if status != "OK":
@@ -163,16 +165,16 @@ def judge(texts: Sequence[str], received: Sequence[Received], seconds: float) ->
     model = SentenceTransformer(str(get_model_path()), device="cpu")
     tokens_max = model.max_seq_length or 0
     cosine_min, tokens_wrong = 1.0, 0
-    known: dict[str, tuple[Vector, int]] = {}
+    known: dict[str, tuple[npt.NDArray[np.float64], int]] = {}
     for text, one in track(
         list(zip(texts, received, strict=True)),
         description="comparing with sentence-transformers",
         console=Console(stderr=True),
     ):
         if text not in known:
-            vector = np.asarray(model.encode([text])[0], np.float64)
+            alone = np.asarray(model.encode([text])[0], np.float64)
             ids = model.tokenizer(text, truncation=True, max_length=tokens_max)["input_ids"]
-            known[text] = (vector / np.linalg.norm(vector), len(ids))
+            known[text] = (alone / np.linalg.norm(alone), len(ids))
         expected, tokens = known[text]
         tokens_wrong += sum(count != tokens for count in one.tokens)
         for vector in one.vectors:

@@ -266,7 +266,7 @@ def _load_transformer(
     from transformers import AutoConfig, AutoModel  # noqa: PLC0415 - slow to import
     from transformers.utils import logging  # noqa: PLC0415
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     path = str(folder.transformer.path)
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:

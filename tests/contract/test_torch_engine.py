@@ -304,7 +304,7 @@ def test_attention_that_knows_relative_positions_is_refused(tmp_path: Path, name
         config = getattr(transformers, f"{name}Config")(
             hidden_size=SIZE, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
         )
-    model = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    model = transformers.AutoModel.from_config(config)
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelRefusedError, match=name if name != "T5" else "is_encoder_decoder"):
         TorchEngine.load(options(tmp_path, pooling="mean"))

@@ -234,9 +234,10 @@ class Machine(RuleBasedStateMachine):
 
     def all_done(self) -> bool:
         """Whether nothing is on its way any more."""
-        under_way = self.to_report or self.commits or self.revoking or self.bench.claims
-        under_way = under_way or self.paused & set(self.owned)
-        return not under_way and all(
+        under_way = (self.to_report, self.commits, self.revoking, self.bench.claims)
+        if any(under_way) or self.paused & set(self.owned):
+            return False
+        return all(
             self.committed[tp] == self.next_offset[tp] for tp in self.owned if self.admitted[tp]
         )
 
