@@ -46,6 +46,7 @@ MS = 1_000_000
 GC_THRESHOLDS = (100_000, 50, 1_000)
 """Queries have no cycles: the collector finds nothing and costs more the more are held."""
 LEAVE_TIMEOUT_S = 10.0
+STREAMS_TIMEOUT_S = 5.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -321,7 +322,9 @@ class _Process:
         await asyncio.to_thread(self._sink.close)
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # gRPC turns a cancellation that meets the end of a unary call into that call's error, so a
+        # stream may miss it: what is left is cancelled once more when the loop is closed.
+        await asyncio.wait(self._tasks, timeout=STREAMS_TIMEOUT_S)
         if self._health is not None:
             await asyncio.to_thread(self._health.close)
 

@@ -44,7 +44,7 @@ class CommandProcess:
         self._ended = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
-            env={**inherited, **environment},
+            env={**inherited, "PYTHONFAULTHANDLER": "1", **environment},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -91,8 +91,14 @@ class CommandProcess:
         return self.wait()
 
     def wait(self) -> int:
-        """Return the exit status."""
-        status = self.process.wait(WAIT_S)
+        """Return the exit status; a process that does not end shows where its threads are."""
+        try:
+            status = self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait()
+            self._reader.join(WAIT_S)
+            raise AssertionError(f"it does not end: {self.lines[-200:]}") from None
         self._reader.join(WAIT_S)
         return status
 
