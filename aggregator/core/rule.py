@@ -6,7 +6,7 @@ Pure functions of what is believed of the servers. No timer forms a batch:
 2. when all are busy the backlog waits for the one that is free first and leaves `lead_ns` before
    its boundary, so that it is tokenized in time; what arrives after that follows in one more claim,
    at the last moment at which it is still in time for the same pass, or sooner where it has come to
-   a quarter of a full claim;
+   a part of a full claim that is worth a message;
 3. where there are several servers, at most half a window goes to one coming pass;
 4. a full claim goes ahead of time where there is room for it.
 
@@ -28,7 +28,9 @@ from aggregator.core.backlog import NEVER_NS
 from aggregator.core.servers import Server
 
 _REACH_SPARE_NS: Final = 100_000
-_LARGE: Final = 0.25
+_LARGE: Final = 1 / 4
+_LARGE_AMONG_MANY: Final = 1 / 16
+"""Where several share several servers, each may have but a part of a pass, and waits for less."""
 _SOON: Final = 0.6
 """A boundary within this part of a pass is better than an idle server that is probably taken."""
 
@@ -124,10 +126,11 @@ def _before_boundary(
         if now_ns < start_ns - lead_ns:
             return None  # nor is it time for any later one
         tokens = _boundary_tokens(server, several=len(servers) > 1)
-        if tokens < 1.0 or _crumb(server, tokens, waiting_tokens, full):
+        many = _shared(server) and len(servers) > 1
+        if tokens < 1.0 or (not many and _crumb(server, tokens, waiting_tokens, full)):
             continue
         leave_ns = _leave_ns(server, start_ns, lead_ns)
-        if waiting_tokens >= _LARGE * full:
+        if waiting_tokens >= (_LARGE_AMONG_MANY if many else _LARGE) * full:
             leave_ns = start_ns - lead_ns
         if now_ns < leave_ns < NEVER_NS:
             # Not sooner to another: servers that end their passes together would all be kept busy
