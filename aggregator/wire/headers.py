@@ -103,7 +103,12 @@ class HeaderRules:
 
     def candidates(self, headers: HeaderList) -> Headers:
         """Those whose names pass, whatever their size."""
-        return [(name, value) for name, value in headers if self.passes(name)]
+        known = self._verdicts.get
+        return [
+            header
+            for header in headers
+            if (verdict := known(header[0])) or (verdict is None and self.passes(header[0]))
+        ]
 
     def too_large(self, headers: HeaderList) -> bool:
         """Whether what would be passed on exceeds `bytes_max`."""
@@ -111,4 +116,5 @@ class HeaderRules:
 
     def passed_on(self, headers: HeaderList) -> Headers:
         """What a result carries after our own: those whose names pass, as far as they fit."""
-        return bounded(self.candidates(headers), self.bytes_max)
+        candidates = self.candidates(headers)
+        return bounded(candidates, self.bytes_max) if candidates else candidates

@@ -29,6 +29,7 @@ from aggregator.wire.headers import (
     Headers,
 )
 from aggregator.wire.query import ENCODINGS
+from aggregator.wire.result_bytes import ResultBytes
 from protos.embedding.v1 import query_pb2
 
 Record = tuple[bytes, bytes, Headers]
@@ -60,14 +61,16 @@ _OK_HEADER = (STATUS, b"OK")
 class ResultEncoder:
     """Encodes results; not thread-safe (it remembers what the rows of one claim share)."""
 
-    __slots__ = ("_group", "_matrix", "_rules", "_shared", "_shared_of")
+    __slots__ = ("_bytes", "_group", "_inference_ms", "_matrix", "_rules", "_shared", "_shared_of")
 
     def __init__(self, rules: HeaderRules) -> None:
         self._rules = rules
         self._group: VectorGroup | None = None
         self._matrix: np.ndarray[Any, Any] | None = None
+        self._bytes = ResultBytes()
         self._shared = b""
-        self._shared_of: tuple[VectorGroup | None, str, float] = (None, "", 0.0)
+        self._shared_of: tuple[VectorGroup | None, str, int] = (None, "", 0)
+        self._inference_ms = 0.0
 
     def encode_vector(
         self,
@@ -84,19 +87,38 @@ class ResultEncoder:
         `answered_ns`: monotonic time at which the answer came; the time in the queue is what lies
         between the arrival and it, less the pass.
         """
-        inference_ms = inference_us / 1000
-        queue_ms = (answered_ns - query.arrived_ns) / 1e6 - inference_ms
-        queue_ms = max(queue_ms, 0.0)
-        if query.protobuf:
-            shared = self._shared_fields(query.model, group, model_revision, inference_ms)
-            value = shared + _own_fields(query, group, row, queue_ms)
-        else:
+        of_group, of_revision, of_inference_us = self._shared_of
+        if (
+            of_group is not group
+            or of_inference_us != inference_us
+            or of_revision != model_revision
+        ):
+            self._share(query.model, group, model_revision, inference_us)
+        queue_ms = (answered_ns - query.arrived_ns) / 1e6 - self._inference_ms
+        if queue_ms < 0.0:  # noqa: PLR1730 (max() costs a call for each query)
+            queue_ms = 0.0
+        if not query.protobuf:
             document = self._document(query, group, row)
             document["model_revision"] = model_revision
             document["queue_ms"] = queue_ms
-            document["inference_ms"] = inference_ms
-            value = orjson.dumps(document, option=_NUMPY)
-        return self._record(query, value, _OK_HEADER)
+            document["inference_ms"] = self._inference_ms
+            return self._record(query, orjson.dumps(document, option=_NUMPY), _OK_HEADER)
+        identifier = query.id.encode()
+        stride = group.stride
+        value = self._bytes.row(
+            self._shared,
+            identifier,
+            group.tokens[row],
+            group.embeddings[row * stride : (row + 1) * stride],
+            _scale(group, row) if group.scales else b"",
+            query.tp,
+            query.offset,
+            queue_ms,
+        )
+        headers: Headers = [_PROTOBUF_HEADER, _OK_HEADER, (ID, identifier)]
+        if query.headers:
+            headers += self._rules.passed_on(query.headers)
+        return query.key if query.key is not None else identifier, value, headers
 
     def encode_error(self, query: Query, form: Form = Form.FULL) -> Record:
         """Encode the result that holds `query.failure`; raises ValueError if there is none."""
@@ -118,28 +140,19 @@ class ResultEncoder:
             headers += self._rules.passed_on(query.headers)
         return query.key if query.key is not None else identifier, value, headers
 
-    def _shared_fields(
-        self, model: str, group: VectorGroup, model_revision: str, inference_ms: float
-    ) -> bytes:
-        """Encode what all rows of a claim share, once.
-
-        Encoded Protobuf messages may be concatenated: the parts' fields are then one message's.
-        """
-        of_group, of_revision, of_inference_ms = self._shared_of
-        if (
-            of_group is not group
-            or of_inference_ms != inference_ms
-            or of_revision != model_revision
-        ):
-            self._shared = query_pb2.Result(
-                model=model,
-                model_revision=model_revision,
-                dimensions=group.dimensions,
-                encoding=group.encoding,  # type: ignore[arg-type]
-                inference_ms=inference_ms,
-            ).SerializeToString()
-            self._shared_of = (group, model_revision, inference_ms)
-        return self._shared
+    def _share(
+        self, model: str, group: VectorGroup, model_revision: str, inference_us: int
+    ) -> None:
+        """Encode what all rows of a claim share, once."""
+        self._inference_ms = inference_us / 1000
+        self._shared = query_pb2.Result(
+            model=model,
+            model_revision=model_revision,
+            dimensions=group.dimensions,
+            encoding=group.encoding,  # type: ignore[arg-type]
+            inference_ms=self._inference_ms,
+        ).SerializeToString()
+        self._shared_of = (group, model_revision, inference_us)
 
     def _document(self, query: Query, group: VectorGroup, row: int) -> dict[str, object]:
         document: dict[str, object] = {
@@ -169,20 +182,8 @@ def bounded_text(text: str, characters_max: int = MESSAGE_CHARACTERS_MAX) -> str
     return text[:characters_max].encode("utf-8", "replace").decode()
 
 
-def _own_fields(query: Query, group: VectorGroup, row: int, queue_ms: float) -> bytes:
-    # A new message each time: setting the fields of one again and again never frees the old ones.
-    message = query_pb2.Result()
-    message.id = query.id
-    message.tokens = group.tokens[row]
-    stride = group.stride
-    message.embedding = group.embeddings[row * stride : (row + 1) * stride]
-    if group.encoding == INT8:
-        message.scale = group.scales[row]
-    source = message.source
-    source.topic, source.partition = query.tp
-    source.offset = query.offset
-    message.queue_ms = queue_ms
-    return message.SerializeToString()
+def _scale(group: VectorGroup, row: int) -> bytes:
+    return query_pb2.Result(scale=group.scales[row]).SerializeToString()
 
 
 def _set_source(message: query_pb2.Result, query: Query) -> None:
