@@ -180,7 +180,11 @@ class Waiting:
     def _delay(self, query: Query, server: str, now_ns: int) -> None:
         query.not_before_ns = now_ns + self._backoff_ns(query)
         # The last attempt goes alone, so that its mates are not charged with it.
-        lone = query.bad_answers >= self._options.bad_answers_max - 1
+        options = self._options
+        lone = (
+            query.bad_answers >= options.bad_answers_max - 1
+            or query.attempts >= options.attempts_max - 1
+        )
         self.backlog.delay(Retry(query, server, lone))
 
     def _backoff_ns(self, query: Query) -> int:

@@ -175,6 +175,4 @@ def mates(models: Sequence[str]) -> dict[str, Case]:
     }
 
 
-WHOLE_REFUSED = {"refused-internal", "refused-invalid"}
-"""Nothing tells which query made the server refuse the request: its mates share its attempts."""
-MATES = mates([*BAD_ANSWERS, *(set(STATUSES) - WHOLE_REFUSED), *DEATHS, *HARMLESS, ONE_OF_TWO])
+MATES = mates([*BAD_ANSWERS, *STATUSES, *DEATHS, *HARMLESS, ONE_OF_TWO])
