@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
@@ -20,6 +21,14 @@ from aggregator.core.events import CommitDone, CommitFailed
 from aggregator.core.query import TopicPartition
 
 _NOT_OURS = "its partitions are not assigned to us any more"
+_REBALANCING = frozenset(
+    {
+        KafkaError.REBALANCE_IN_PROGRESS,
+        KafkaError.ILLEGAL_GENERATION,
+        KafkaError.STALE_MEMBER_EPOCH,
+    }
+)
+"""The group is between two generations, or we do not yet know the newer one."""
 
 Epochs = Mapping[TopicPartition, int]
 
@@ -65,7 +74,7 @@ class Commits:
         elif time.monotonic() > self._answer_by_s:
             self._answer_by_s = None
             self._reports_ignored += bool(self._in_flight)
-            self._fail_all("no answer in time")
+            self._fail_all(_Failure("no answer in time"))
 
     def ended(self, error: KafkaError | None, partitions: Iterable[KafkaPartition]) -> None:
         """Take the client's report of an asynchronous commit; they come in order."""
@@ -76,7 +85,7 @@ class Commits:
 
     def close(self) -> None:
         """Answer what is left: nothing will be reported any more."""
-        self._fail_all("the consumer was closed")
+        self._fail_all(_Failure("the consumer was closed"))
 
     def _send(self, epochs: Epochs) -> None:
         """Send what is waiting as one asynchronous commit, unless one is in flight."""
@@ -121,11 +130,11 @@ class Commits:
             if current:
                 ours.append(commit.commit_id)
             else:
-                self._answer([commit.commit_id], _NOT_OURS)
+                self._answer([commit.commit_id], _Failure(_NOT_OURS))
         stored = [self._store(entry) for entry in newest.values()]
         if any(stored):
             return ours
-        self._answer(ours, _NOT_OURS)
+        self._answer(ours, _Failure(_NOT_OURS))
         return []
 
     def _store(self, entry: CommitOffset) -> bool:
@@ -144,29 +153,42 @@ class Commits:
         ids, self._in_flight = self._in_flight, []
         return ids
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, failure: _Failure) -> None:
         waiting, self._waiting = self._waiting, []
-        self._answer(self._take_in_flight() + [c.commit_id for c in waiting], message)
+        self._answer(self._take_in_flight() + [c.commit_id for c in waiting], failure)
 
-    def _answer(self, commit_ids: Iterable[int], failure: str | None) -> None:
+    def _answer(self, commit_ids: Iterable[int], failure: _Failure | None) -> None:
         for commit_id in commit_ids:
             self._tell(
                 CommitDone(commit_id=commit_id)
                 if failure is None
-                else CommitFailed(commit_id=commit_id, message=failure)
+                else CommitFailed(
+                    commit_id=commit_id, message=failure.message, retryable=failure.retryable
+                )
             )
+
+
+class _Failure(NamedTuple):
+    """Why a commit failed."""
+
+    message: str
+    retryable: bool = False
 
 
 def _failure(
     error: KafkaError | None, partitions: Iterable[KafkaPartition] | None = None
-) -> str | None:
+) -> _Failure | None:
     """Return why a commit failed, None if it did not.
 
     "No offset" says that all stored offsets are committed already.
     """
     if error is not None:
-        return None if error.code() == KafkaError._NO_OFFSET else error.str()
+        if error.code() == KafkaError._NO_OFFSET:
+            return None
+        return _Failure(error.str(), error.code() in _REBALANCING)
     for partition in partitions or ():
-        if partition.error is not None:
-            return f"{partition.topic}-{partition.partition}: {partition.error.str()}"
+        fault = partition.error
+        if fault is not None:
+            message = f"{partition.topic}-{partition.partition}: {fault.str()}"
+            return _Failure(message, fault.code() in _REBALANCING)
     return None

@@ -164,10 +164,11 @@ class CommitDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFailed:
-    """The commit of this id did not."""
+    """The commit of this id did not. `retryable`: only because the group was being rebalanced."""
 
     commit_id: int
     message: str
+    retryable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,9 @@ from aggregator.core.effects import (
 from aggregator.core.partitions import Ledger
 from aggregator.core.query import ABANDONED, SETTLED, WRITING, Query, TopicPartition
 
+COMMIT_RETRY_NS = 50_000_000
+"""A drain's commit that a rebalance refused is tried again after this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorOptions:
@@ -62,6 +65,8 @@ class _Rendezvous:
     deadline_ns: int
     commit_id: int = 0
     """Its synchronous commit, once it is under way."""
+    commit_at_ns: int = 0
+    """When to try again, after a rebalance refused it."""
     abandoned: int = 0
 
 
@@ -267,8 +272,14 @@ class Aggregator:
         self._windows_moved = True
         self._commit_ended(event.commit_id)
 
-    def _commit_failed(self, event: ev.CommitFailed, _now_ns: int) -> None:
+    def _commit_failed(self, event: ev.CommitFailed, now_ns: int) -> None:
         self._commits.failed(event.commit_id)
+        for rendezvous in self._rendezvous if event.retryable else ():
+            # Not that of a revoke: no rebalance goes on before its callback returns.
+            drain = rendezvous.revoke_id is None and rendezvous.commit_id == event.commit_id
+            if drain and now_ns < rendezvous.deadline_ns:
+                rendezvous.commit_id = 0
+                rendezvous.commit_at_ns = now_ns + COMMIT_RETRY_NS
         self._commit_ended(event.commit_id)
 
     def _commit_ended(self, commit_id: int) -> None:
@@ -331,7 +342,7 @@ class Aggregator:
 
     def _advance_rendezvous(self, now_ns: int) -> None:
         for rendezvous in list(self._rendezvous):
-            if rendezvous.commit_id:
+            if rendezvous.commit_id or now_ns < rendezvous.commit_at_ns:
                 continue
             unfinished = any(ledger.unsettled for ledger in rendezvous.ledgers)
             if unfinished and now_ns < rendezvous.deadline_ns:
@@ -461,7 +472,7 @@ class Aggregator:
         """Ask for the next tick, if it is not the one already asked for."""
         times = [*self._dispatcher_wakes.values(), self._delivery.wake_at()]
         times.append(self._commits.wake_at())
-        times.extend(r.deadline_ns for r in self._rendezvous if not r.commit_id)
+        times.extend(r.commit_at_ns or r.deadline_ns for r in self._rendezvous if not r.commit_id)
         at_ns = min((at for at in times if at is not None), default=None)
         if at_ns is not None and at_ns != self._wake_at_ns:
             self._wake_at_ns = at_ns

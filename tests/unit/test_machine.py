@@ -335,6 +335,34 @@ class TestDrain:
         [halt] = of(bench.feed(ev.CommitDone(commit_id=commit.commit_id)), fx.Halt)
         assert (halt.exit_code, halt.abandoned) == (0, 0)
 
+    def test_a_commit_refused_by_a_rebalance_is_tried_again(self, bench: Bench) -> None:
+        query = make_query(0)
+        [claim] = of(bench.poll(query), fx.Dispatch)
+        bench.feed(ev.StopRequested())
+        bench.answer(claim)
+        [commit] = of(bench.durable([query]), fx.Commit)
+        for _ in range(3):
+            refused = ev.CommitFailed(commit_id=commit.commit_id, message="wait", retryable=True)
+            effects = bench.feed(refused)
+            assert of(effects, fx.Halt) + of(effects, fx.Commit) == []
+            [wake] = of(effects, fx.WakeAt)
+            assert 0 < wake.at_ns - bench.now_ns <= 100 * MS
+            [again] = of(bench.tick(100), fx.Commit)
+            assert (again.synchronous, again.offsets) == (True, commit.offsets)
+            commit = again
+        effects = bench.feed(ev.CommitDone(commit_id=commit.commit_id))
+        assert [halt.exit_code for halt in of(effects, fx.Halt)] == [0]
+
+    def test_no_commit_is_tried_again_after_the_deadline(self, bench: Bench) -> None:
+        query = make_query(0)
+        [claim] = of(bench.poll(query), fx.Dispatch)
+        bench.feed(ev.StopRequested())
+        bench.answer(claim)
+        [commit] = of(bench.durable([query]), fx.Commit)
+        bench.tick(20_001)
+        refused = ev.CommitFailed(commit_id=commit.commit_id, message="wait", retryable=True)
+        assert len(of(bench.feed(refused), fx.Halt)) == 1
+
     def test_at_the_deadline_it_halts_all_the_same(self, bench: Bench) -> None:
         bench.poll(make_query(0))
         bench.feed(ev.StopRequested())
