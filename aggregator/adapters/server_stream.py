@@ -207,6 +207,10 @@ class ServerStream:
         while True:
             opened = self.opened
             message = await self._attempt()
+            if _being_cancelled():
+                # gRPC turned the cancellation into an error of the call that it met.
+                self._report_end(message)
+                raise asyncio.CancelledError
             if self.opened > opened:
                 backoff_s = BACKOFF_S_MIN
             self.failed += 1
