@@ -32,6 +32,7 @@ from aggregator.wire.headers import (
     REPLAY_ID,
     HeaderRules,
     header_bytes,
+    headers_bytes,
 )
 from protos.embedding.v1 import query_pb2
 
@@ -40,6 +41,8 @@ _UINT32_MAX = 2**32 - 1
 _INT64_MAX = 2**63 - 1
 _ECHO_MAX = 32
 _MESSAGE_MAX = 200
+_ONE_BYTE_LENGTH = 128
+"""Of a Protobuf field: lengths below this take one byte."""
 _ID_CHARACTERS_SAFE = ID_BYTES_MAX // 4
 _CONTENT_TYPE_LENGTH = len(CONTENT_TYPE)
 
@@ -59,6 +62,8 @@ FLOAT32 = int(query_pb2.ENCODING_FLOAT32)
 
 _PARSE_PROTOBUF = query_pb2.Query.FromString
 _NO_HEADERS: HeaderList = ()
+_PROTOBUF_ALONE: HeaderList = [(CONTENT_TYPE, PROTOBUF)]
+_PROTOBUF_ALONE_READ = (_AS_PROTOBUF, "", headers_bytes(_PROTOBUF_ALONE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +160,8 @@ def decode_record(
 
 def _read_headers(headers: HeaderList) -> tuple[int, str, int]:
     """Give the content type, the id of a replayed letter (or ""), and the size of all, bytes."""
+    if headers == _PROTOBUF_ALONE:
+        return _PROTOBUF_ALONE_READ
     content_type: bytes | None = None
     replay_id: bytes | None = None
     size = 0
@@ -197,11 +204,20 @@ def _read_protobuf(query: Query, value: bytes | None, options: DecodeOptions) ->
         message = _PARSE_PROTOBUF(value)
     except DecodeError as error:
         raise _undecodable(str(error)) from None
-    if identifier := message.id:
+    text, identifier = message.text, message.id
+    size = len(text) if text.isascii() else len(text.encode())
+    if identifier:
         query.id = _checked_id(identifier)
+    # A field takes its tag, its length and what it holds. Where that is all of the value, nothing
+    # else is set and need not be asked for: most queries.
+    least = size + (2 if size < _ONE_BYTE_LENGTH else 3)
+    if len(value) == (least + len(identifier) + 2 if identifier else least) and size:
+        query.model = _checked_model(None, options)
+        _set_text(query, text, size, options)
+        return options.ttl_ms
     model = message.model
     query.model = _checked_model(model if model or message.HasField("model") else None, options)
-    _set_text(query, message.text, options)
+    _set_text(query, text, size, options)
     if input_type := message.input_type:
         if input_type not in _INPUT_TYPE_NUMBERS:
             raise _invalid("input_type", f"input_type {input_type} is unknown")
@@ -246,7 +262,8 @@ def _read_json(query: Query, value: bytes | None, options: DecodeOptions, *, kno
     text = get("text")
     if text is not None and type(text) is not str:
         raise _invalid("text", "text must be a string")
-    _set_text(query, text, options)
+    size = 0 if text is None else len(text) if text.isascii() else len(text.encode())
+    _set_text(query, text, size, options)
     return _read_json_options(query, document, options)
 
 
@@ -293,10 +310,10 @@ def _checked_model(model: str | None, options: DecodeOptions) -> str:
     return model
 
 
-def _set_text(query: Query, text: str | None, options: DecodeOptions) -> None:
+def _set_text(query: Query, text: str | None, size: int, options: DecodeOptions) -> None:
+    """Check a text of `size` bytes."""
     if not text:
         raise _invalid("text", "text is required and must not be empty")
-    size = len(text) if text.isascii() else len(text.encode())
     if size > options.text_bytes_max:
         raise _invalid(
             "text", f"text has {size} bytes, more than text_bytes_max ({options.text_bytes_max})"
