@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import orjson
 import structlog
 
 if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger, Processor
+    from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
     Logger = FilteringBoundLogger
 else:
@@ -39,16 +40,13 @@ def configure_logs(
         stream: Where to; standard error when absent.
     """
     out = stream or sys.stderr
-    shared: list[Processor] = [
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
+    shared: list[Processor] = [structlog.processors.add_log_level]
     factory: Any
     if log_format == "json":
-        shared.append(structlog.processors.format_exc_info)
-        shared.append(structlog.processors.JSONRenderer(serializer=_dumps))
+        shared.append(_json_line)
         factory = structlog.WriteLoggerFactory(file=out)
     else:
+        shared.append(structlog.processors.TimeStamper(fmt="iso", utc=True))
         shared.append(structlog.dev.ConsoleRenderer(colors=out.isatty()))
         factory = structlog.PrintLoggerFactory(file=out)
     structlog.configure(
@@ -61,8 +59,12 @@ def configure_logs(
     return logger
 
 
-def _dumps(value: object, **_: object) -> str:
-    return orjson.dumps(value, default=repr).decode()
+def _json_line(logger: Any, method: str, event: EventDict) -> str:
+    """In one step, since there is a line for each claim: the time, a traceback if any, the JSON."""
+    event["timestamp"] = datetime.now(UTC).replace(tzinfo=None).isoformat("T", "microseconds") + "Z"
+    if "exc_info" in event:
+        event = structlog.processors.format_exc_info(logger, method, event)
+    return orjson.dumps(event, default=repr).decode()
 
 
 def librdkafka_logger(log: Logger) -> logging.Logger:

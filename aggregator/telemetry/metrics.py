@@ -308,6 +308,10 @@ class Metrics(Collector):
             series = by_labels.setdefault(labels, _Series(len(metric.bounds) + 1))
         counts = series.counts
         bounds = metric.bounds
+        if len(values) == 1:  # what is observed once a claim
+            counts[bisect_left(bounds, values[0])] += 1
+            series.total += values[0]
+            return
         ordered = sorted(values)
         if not ordered:
             return
