@@ -1,8 +1,10 @@
 """How many unanswered tokens each stream may have: 2 x target, shared by what streams sent.
 
 Invariants: every window is at least target / 4 and at least one input of the model's maximum; a
-lone stream has all of 2 x target; unless those floors need more, windows add up to 2 x target.
-Shares follow what was sent in the last seconds, so that a stream with most of the traffic has most
+lone stream has all of 2 x target. Those floors come on top: were they taken from the others, a
+stream with most of the traffic would be held to an equal share as soon as the maximum is a good
+part of the target, and its queries would wait while the small streams' room stays empty. Shares
+follow what was sent in the last seconds, so that a stream with most of the traffic has most
 of the room. A fifth is shared equally: when streams are limited by their windows, what they send
 says no more than what their windows were, and only a pull towards equality lets a stream whose
 demand has grown get out of a small share.
@@ -54,23 +56,13 @@ class WindowShares:
             sent.at_ns = now_ns
 
     def windows(self, *, target: int, input_tokens_max: int, now_ns: int) -> dict[int, int]:
-        """The windows of now. Floors first; what is left is shared in proportion."""
+        """The windows of now."""
         if not self._sent:
             return {}
         floor = max(-(-target // 4), input_tokens_max)
-        total = max(SHARED_TARGETS * target, floor)
         weights = self._weights(now_ns)
-        windows: dict[int, int] = {}
-        room, weight_left = float(total), sum(weights.values())
-        # Ascending, so that those held up by the floor are known before the rest is shared.
-        for stream in sorted(weights, key=weights.__getitem__):
-            share = room * weights[stream] / weight_left
-            windows[stream] = max(floor, int(share))
-            weight_left -= weights[stream]
-            room = max(0.0, room - windows[stream])
-            if weight_left <= 0.0:
-                weight_left = weights[stream]
-        return windows
+        per_weight = SHARED_TARGETS * target / sum(weights.values())
+        return {stream: max(floor, int(w * per_weight)) for stream, w in weights.items()}
 
     def _weights(self, now_ns: int) -> dict[int, float]:
         sent = {stream: s.decayed(now_ns) for stream, s in self._sent.items()}
