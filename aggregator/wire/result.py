@@ -29,7 +29,7 @@ from aggregator.wire.headers import (
     Headers,
 )
 from aggregator.wire.query import ENCODINGS
-from aggregator.wire.result_bytes import ResultBytes
+from aggregator.wire.result_bytes import ResultBytes, embedding_head
 from protos.embedding.v1 import query_pb2
 
 Record = tuple[bytes, bytes, Headers]
@@ -61,13 +61,23 @@ _OK_HEADER = (STATUS, b"OK")
 class ResultEncoder:
     """Encodes results; not thread-safe (it remembers what the rows of one claim share)."""
 
-    __slots__ = ("_bytes", "_group", "_inference_ms", "_matrix", "_rules", "_shared", "_shared_of")
+    __slots__ = (
+        "_bytes",
+        "_group",
+        "_head",
+        "_inference_ms",
+        "_matrix",
+        "_rules",
+        "_shared",
+        "_shared_of",
+    )
 
     def __init__(self, rules: HeaderRules) -> None:
         self._rules = rules
         self._group: VectorGroup | None = None
         self._matrix: np.ndarray[Any, Any] | None = None
         self._bytes = ResultBytes()
+        self._head = b""
         self._shared = b""
         self._shared_of: tuple[VectorGroup | None, str, int] = (None, "", 0)
         self._inference_ms = 0.0
@@ -109,6 +119,7 @@ class ResultEncoder:
             self._shared,
             identifier,
             group.tokens[row],
+            self._head,
             group.embeddings[row * stride : (row + 1) * stride],
             _scale(group, row) if group.scales else b"",
             query.tp,
@@ -145,6 +156,7 @@ class ResultEncoder:
     ) -> None:
         """Encode what all rows of a claim share, once."""
         self._inference_ms = inference_us / 1000
+        self._head = embedding_head(group.stride)
         self._shared = query_pb2.Result(
             model=model,
             model_revision=model_revision,

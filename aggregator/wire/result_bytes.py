@@ -58,6 +58,11 @@ _QUEUE_MS: Final = _tag(_RESULT.QUEUE_MS_FIELD_NUMBER, _FIXED64)
 _DOUBLE: Final = Struct("<d").pack
 
 
+def embedding_head(size: int) -> bytes:
+    """Encode what goes before a vector of `size` bytes."""
+    return _EMBEDDING + varint(size)
+
+
 class ResultBytes:
     """Encodes rows of vectors; remembers each partition's part, of which there are few."""
 
@@ -71,28 +76,32 @@ class ResultBytes:
         shared: bytes,
         identifier: bytes,
         tokens: int,
+        head: bytes,
         vector: bytes,
         scale: bytes,
         tp: TopicPartition,
         offset: int,
         queue_ms: float,
     ) -> bytes:
-        """Encode a result; `shared` are encoded fields before it, `scale` an encoded field."""
+        """Encode a result.
+
+        `shared` are encoded fields before it, `head` what `embedding_head` gives for the vector's
+        size, `scale` an encoded field. Ids, as Kafka's topics, have less than 16,384 bytes.
+        """
         source = (self._sources.get(tp) or self._source(tp)) + varint(offset)
         return b"".join(
             (
                 shared,
                 _ID,
-                varint(len(identifier)),
+                _SHORT[len(identifier)],
                 identifier,
                 _TOKENS,
                 varint(tokens),
-                _EMBEDDING,
-                varint(len(vector)),
+                head,
                 vector,
                 scale,
                 _SOURCE,
-                varint(len(source)),
+                _SHORT[len(source)],
                 source,
                 _QUEUE_MS,
                 _DOUBLE(queue_ms),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.wire.result_bytes import ResultBytes, varint
+from aggregator.wire.result_bytes import ResultBytes, embedding_head, varint
 from protos.embedding.v1 import query_pb2
 
 _SHARED = query_pb2.Result(model="m", model_revision="r", dimensions=1, encoding="ENCODING_INT8")
@@ -45,6 +45,7 @@ def test_the_bytes_are_the_librarys(  # noqa: PLR0917 - one for each part
             _SHARED.SerializeToString(),
             identifier.encode(),
             tokens,
+            embedding_head(len(vector)),
             vector,
             b"" if scale is None else query_pb2.Result(scale=scale).SerializeToString(),
             tp,
