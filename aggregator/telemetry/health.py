@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -130,6 +131,11 @@ class _Server(ThreadingHTTPServer):
         """As http.server's, without its reverse look-up of our own name, which may hang."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """As socketserver's, but a client that is gone is not worth a traceback."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 def _handler_of(health: HealthServer) -> type[BaseHTTPRequestHandler]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
+import struct
+import threading
 import urllib.error
 import urllib.request
 
@@ -130,3 +133,26 @@ async def test_health_endpoints() -> None:
             )
     finally:
         await asyncio.to_thread(health.close)
+
+
+async def test_a_client_that_resets_its_connection_leaves_no_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    health = HealthServer(
+        "127.0.0.1:0",
+        loop=asyncio.get_running_loop(),
+        missing=list,
+        refresh=lambda: None,
+        render=lambda: b"",
+    )
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", health.port)) as client:
+            client.send(b"GET /livez")
+            # A close that sends RST.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert (await get(health.port, "/livez"))[0] == 200
+    for thread in threading.enumerate():
+        if "process_request" in thread.name:
+            await asyncio.to_thread(thread.join)
+    await asyncio.to_thread(health.close)
+    assert capfd.readouterr().err == ""
