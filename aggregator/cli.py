@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import signal
+import sys
+from typing import NoReturn
 
 import click
 
@@ -62,4 +65,12 @@ def group() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    # Commands that can be ended in order have handlers of their own, seconds later. As the first
+    # process of a container this one would ignore the signal until then.
+    signal.signal(signal.SIGTERM, _end)
     group.main(prog_name="aggregator")
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    """Nothing has been started: for `run` that is the orderly end."""
+    sys.exit(0 if sys.argv[1:2] == ["run"] else 128 + number)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -45,6 +46,14 @@ def main() -> None:
     # Its core writes lines of its own to standard error, where ours says the same in one. It looks
     # once, when it is imported, which commands do later.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # `serve` has a handler of its own, seconds later. As the first process of a container this one
+    # would ignore the signal until then.
+    signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    """Nothing has been started: for `serve` that is the orderly end."""
+    sys.exit(0 if sys.argv[1:2] == ["serve"] else 128 + number)
 
 
 @main.command(epilog=EXAMPLES_SERVE)

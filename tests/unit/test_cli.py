@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from aggregator.cli import COMMANDS, group
+from aggregator.cli import _end as aggregator_end
+from model_server.cli import _end as model_server_end
 
 MODELS = {"AGGREGATOR_MODELS": "minilm=localhost:50051"}
 
@@ -77,3 +82,24 @@ def test_an_unknown_command_is_said_to_be_one() -> None:
     result = CliRunner().invoke(group, ["rnu"])
     assert result.exit_code == 2
     assert "No such command 'rnu'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "command", "status"),
+    [
+        (aggregator_end, "run", 0),
+        (aggregator_end, "send", 128 + signal.SIGTERM),
+        (model_server_end, "serve", 0),
+        (model_server_end, "embed", 128 + signal.SIGTERM),
+    ],
+)
+def test_a_signal_before_anything_is_started_ends_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[int, object], NoReturn],
+    command: str,
+    status: int,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", command])
+    with pytest.raises(SystemExit) as ended:
+        end(signal.SIGTERM, None)
+    assert ended.value.code == status
