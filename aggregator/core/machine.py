@@ -168,8 +168,12 @@ class Aggregator:
         ledgers = self._ledgers
         admitted: dict[str, list[Query]] = {}
         size_bytes = 0
+        tp: TopicPartition | None = None
+        ledger: Ledger | None = None
         for query in event.records:
-            ledger = ledgers.get(query.tp)
+            if query.tp is not tp:  # records of a partition come together and share its tuple
+                tp = query.tp
+                ledger = ledgers.get(tp)
             if ledger is None or ledger.epoch != query.epoch or ledger.closed:
                 query.phase = ABANDONED  # its next owner reads it again
                 continue
@@ -228,6 +232,7 @@ class Aggregator:
     def _writes_durable(self, event: ev.WritesDurable, _now_ns: int) -> None:
         self._delivery.durable(event.results, event.letters)
         moved: set[TopicPartition] = set()
+        tp: TopicPartition | None = None
         size_bytes = 0
         for query in itertools.chain(event.results, event.letters):
             if query.phase == WRITING and query.writes_pending == 0:
@@ -237,10 +242,12 @@ class Aggregator:
                 query.value = None
                 query.headers = ()
                 size_bytes += query.size_bytes
-                moved.add(query.tp)
+                if query.tp is not tp:  # records of a partition mostly come together
+                    tp = query.tp
+                    moved.add(tp)
         self._query_bytes -= size_bytes
-        for tp in moved:
-            ledger = self._ledgers[tp]
+        for each in moved:
+            ledger = self._ledgers[each]
             if ledger.advance():
                 self._commits.moved(ledger)
 

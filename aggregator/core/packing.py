@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
 
@@ -135,34 +134,35 @@ class Packer(Generic[C]):
         Fewer than given: the claim is complete. A first text above the token limit is taken alone:
         callers that must not send it check `len(taken) == 1` against the limit.
         """
-        limits, deviations, taken, skipped = (
-            self._limits,
-            self._deviations,
-            self.taken,
-            self.skipped,
-        )
+        limits, taken, skipped = self._limits, self.taken, self.skipped
+        deviations_squared = self._deviations * self._deviations
         tokens_max, inputs_max, bytes_max = limits.tokens, limits.inputs, limits.size_bytes
         tokens, variance, size_bytes = self.tokens, self.variance, self.size_bytes
-        tries = self._look_ahead
+        tries, count = self._look_ahead, len(taken)
         consumed = 0
         for candidate in candidates:
             sum_next = tokens + candidate.estimate
             variance_next = variance + candidate.variance
             bytes_next = size_bytes + candidate.text_bytes
-            if taken and (
-                sum_next + deviations * sqrt(variance_next) > tokens_max
+            room = tokens_max - sum_next
+            # deviations x sqrt(variance) > room, without the root
+            if count and (
+                room < 0.0
+                or deviations_squared * variance_next > room * room
                 or bytes_next > bytes_max
-                or len(taken) >= inputs_max
+                or count >= inputs_max
             ):
                 self.full = True
-                if candidate.passed_over or tries <= 0 or len(taken) >= inputs_max:
+                if candidate.passed_over or tries <= 0 or count >= inputs_max:
                     tries = -1
                     break
                 skipped.append(candidate)
             else:
                 taken.append(candidate)
-                self.overtaken = len(skipped)
+                count += 1
                 tokens, variance, size_bytes = sum_next, variance_next, bytes_next
+                if skipped:
+                    self.overtaken = len(skipped)
             consumed += 1
             if skipped:
                 tries -= 1

@@ -127,11 +127,10 @@ class Bridge:
         while self._reports:
             durable, failed = self._reports.popleft()
             failures += failed
-            for token in durable:
-                if type(token) is Query:
-                    results.append(token)
-                elif type(token) is Letter:
-                    letters.append(token.query)
+            queries = [token for token in durable if type(token) is Query]
+            results += queries
+            if len(queries) < len(durable):
+                letters += [token.query for token in durable if type(token) is Letter]
         events: list[ev.Event] = []
         if results or letters:
             events.append(ev.WritesDurable(results=results, letters=letters))
