@@ -118,13 +118,13 @@ class KafkaSink(Generic[Token]):
 
         `alone`: in a produce batch with no other record. Raises RuntimeError after `close`.
         """
-        channel = self._main
-        if alone:
-            if self._alone is None:
-                config = alone_config(self._config)
-                self._alone = _Channel(config, self._listener, WriteFault.RECORD_ALONE)
-            channel = self._alone
-        channel.produce(topic, key, value, headers, token)
+        if not alone:
+            self._main.produce(topic, key, value, headers, token)
+            return
+        if self._alone is None:
+            config = alone_config(self._config)
+            self._alone = _Channel(config, self._listener, WriteFault.RECORD_ALONE)
+        self._alone.produce(topic, key, value, headers, token)
 
     def flush(self, timeout_s: float) -> int:
         """Wait until everything is reported; return how many records still are not. Blocks."""
@@ -160,7 +160,8 @@ class _Channel(Generic[Token]):
         self._durable: list[Token] = []
         self._failed: list[tuple[Token, WriteFault, str]] = []
         self._all_reported = threading.Condition()
-        self._closing = threading.Event()
+        self._delivered = self._on_delivery  # bound once: it is asked for with each record
+        self._closing = False
         self._close_by = 0.0
         self._thread = threading.Thread(target=self._run, name="kafka-producer", daemon=True)
         self._thread.start()
@@ -177,7 +178,7 @@ class _Channel(Generic[Token]):
         headers: Headers,
         token: Token,
     ) -> None:
-        if self._closing.is_set():
+        if self._closing:
             raise RuntimeError("the sink is closed")
         self._produced += 1
         if self._overflow or not self._try(topic, key, value, headers, token):
@@ -197,7 +198,7 @@ class _Channel(Generic[Token]):
                 topic,
                 value,
                 key,
-                on_delivery=partial(self._on_delivery, token),
+                on_delivery=partial(self._delivered, token),
                 headers=headers,  # type: ignore[arg-type] # lists are invariant
             )
         except BufferError:
@@ -218,14 +219,14 @@ class _Channel(Generic[Token]):
 
     def close(self, timeout_s: float) -> None:
         self._close_by = time.monotonic() + timeout_s
-        self._closing.set()
+        self._closing = True
         self._thread.join()
 
     # The thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._closing.is_set():
+            while not self._closing:
                 self._producer.poll(POLL_S)
                 self._refill()
                 self._hand_over()
