@@ -27,6 +27,7 @@ class Model:
     def __init__(self) -> None:
         self.line: list[Query] = []
         self.passed: set[int] = set()
+        """By offset: ids of objects come again."""
 
     def take(
         self, tokens: int, inputs: int, look_ahead: int, now_ns: int
@@ -45,7 +46,7 @@ class Model:
                 overtaken = list(skipped)
             else:
                 looked_at = len(skipped) + len(taken_after(skipped, taken))
-                if id(query) in self.passed or len(taken) >= inputs or looked_at >= look_ahead:
+                if query.offset in self.passed or len(taken) >= inputs or looked_at >= look_ahead:
                     break
                 skipped.append(query)
         return taken, overtaken
@@ -98,9 +99,9 @@ class BacklogMachine(RuleBasedStateMachine):
         assert [q.offset for q in packer.taken] == [q.offset for q in expected]
         assert sum(q.estimate for q in expected) <= tokens or len(expected) == 1
         for query in overtaken:
-            assert id(query) not in self.model.passed, "overtaken twice"
+            assert query.offset not in self.model.passed, "overtaken twice"
             assert query.passed_over
-            self.model.passed.add(id(query))
+            self.model.passed.add(query.offset)
         gone = set(map(id, expected))
         self.model.line = [q for q in self.model.line if id(q) not in gone]
         self.out += expected
