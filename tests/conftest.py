@@ -11,9 +11,16 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from aggregator.adapters.mock_broker import MockBroker
 from ops.kafka.node import KafkaNode, KafkaUnavailableError
+
+# Examples are judged by what they show, never by the time that a busy machine takes for them.
+settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any-machine")
 
 TopicFactory = Callable[..., str]
 """`make(prefix="topic", partitions=1, **config)` -> name; underscores in config keys are dots."""
