@@ -126,7 +126,6 @@ class Driver:
             fx.Halt: self._halt,
         }
         self._note: dict[type[Any], Callable[[Any, int], None]] = {
-            ev.ServerChanged: self._note_server,
             ev.ClaimAnswered: self._claims.answered,
             ev.ClaimLost: self._claims.lost,
             ev.WritesDurable: self._note_durable,
@@ -172,12 +171,15 @@ class Driver:
             return
         now_ns = self._ports.clock_ns()
         for event in events:
-            note = self._note.get(type(event))
-            if note is not None:
-                note(event, now_ns)
+            if type(event) is ev.ServerChanged:
+                self._claims.server_changed(event)
         carry = self._carry
         for effect in self._core.handle_all(events, now_ns):
             carry[type(effect)](effect, now_ns)
+        for event in events:  # after the effects: nobody's result waits for a log line
+            note = self._note.get(type(event))
+            if note is not None:
+                note(event, now_ns)
 
     # Effects out ---------------------------------------------------------------------------------
 
@@ -289,9 +291,6 @@ class Driver:
             self.halted.set_result(effect)
 
     # What is counted -----------------------------------------------------------------------------
-
-    def _note_server(self, event: ev.ServerChanged, _now_ns: int) -> None:
-        self._claims.server_changed(event)
 
     def _note_durable(self, event: ev.WritesDurable, now_ns: int) -> None:
         metrics = self._metrics
