@@ -179,7 +179,10 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:  # into a file: wide enough for every column
+        console = Console(width=160)
+    console.print(table)
 
 
 def report(figures: Mapping[str, Any]) -> None:
