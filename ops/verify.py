@@ -1,9 +1,10 @@
 """Prove the whole path: every query one result, every vector that of its text alone.
 
 Sends a file of queries through a real Apache Kafka node, an aggregator and a model server with the
-torch engine, all of them processes as users run them, half as Protobuf and half as JSON. Then each
-result is compared with sentence-transformers' own vector for that text, encoded alone: exactly one
-result a query, cosine at least 0.9999, `tokens` exact.
+torch engine, all of them processes as users run them, half as Protobuf and half as JSON, without a
+time to live (a file sent at once is a backlog). Then each result is compared with
+sentence-transformers' own vector for that text, encoded alone: exactly one result a query, cosine
+at least 0.9999, `tokens` exact.
 
     make verify QUERIES=FILE        (id TAB text, or plain lines; without it the demo's own)
 """
@@ -94,7 +95,9 @@ def start_stack(stack: ExitStack, bootstrap: str) -> Child:
         )
     )
     server.wait_ready(f"http://{metrics}/readyz", timeout_s=120)
-    child, url = aggregator(bootstrap, grpc, env | {"AGGREGATOR_GROUP_PROTOCOL": "consumer"})
+    child, url = aggregator(
+        bootstrap, grpc, env | {"AGGREGATOR_GROUP_PROTOCOL": "consumer", "AGGREGATOR_TTL_MS": "0"}
+    )
     stack.enter_context(child)
     child.wait_ready(f"{url}/readyz")
     return child
