@@ -62,7 +62,7 @@ class WindowShares:
         floor = max(-(-target // 4), input_tokens_max)
         weights = self._weights(now_ns)
         per_weight = SHARED_TARGETS * target / sum(weights.values())
-        return {stream: max(floor, int(w * per_weight)) for stream, w in weights.items()}
+        return {stream: max(floor, round(w * per_weight)) for stream, w in weights.items()}
 
     def _weights(self, now_ns: int) -> dict[int, float]:
         sent = {stream: s.decayed(now_ns) for stream, s in self._sent.items()}
