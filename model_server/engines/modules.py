@@ -79,26 +79,6 @@ class Tail(nn.Module):
         return vectors
 
 
-def output_dimension(pooled: int, specs: Sequence[TailSpec], truncate_dim: int | None) -> int:
-    """The size of the model's vectors, given that of its pooled ones.
-
-    Raises:
-        ModelRefusedError: a module is made for vectors of another size.
-    """
-    size = pooled
-    for spec in specs:
-        if isinstance(spec, DenseSpec):
-            taken, made = spec.in_features, spec.out_features
-        elif isinstance(spec, LayerNormSpec):
-            taken = made = spec.dimension
-        else:
-            continue
-        if taken != size:
-            raise ModelRefusedError(f"{spec.path.name} takes vectors of {taken}, gets {size}")
-        size = made
-    return size if truncate_dim is None else min(size, truncate_dim)
-
-
 def _load(spec: TailSpec) -> nn.Module:
     if isinstance(spec, DenseSpec):
         return _with_weights(Dense(spec), spec.path)

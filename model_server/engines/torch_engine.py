@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import inspect
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,10 +27,20 @@ from model_server.engines.base import (
     Tokens,
     Vectors,
 )
+from model_server.engines.description import (
+    Running,
+    describe,
+    installed_versions,
+    least_maximum,
+    vector_dimensions,
+)
 from model_server.engines.model_folder import ModelFolder, ModelRefusedError, read_model_folder
-from model_server.engines.modules import Tail, output_dimension
-from model_server.engines.pooling import Segments, pool
-from model_server.engines.revision import RevisionInputs, model_revision
+from model_server.engines.stock_model import (
+    StockModel,
+    load_tail,
+    load_transformer,
+    pool_and_finish,
+)
 from model_server.engines.tokenization import Tokenization, load_tokenizer
 from model_server.engines.torch_attention import (
     ATTENTION_NAME,
@@ -101,7 +109,7 @@ class TorchEngine:
         device = _device(options.device)
         model = _PackedModel(folder, device=device, dtype=DTYPES[options.dtype])
         parts = load_tokenizer(folder.transformer)
-        maximum = _input_tokens_max(
+        maximum = least_maximum(
             options.input_tokens_max,
             folder.transformer.max_seq_length,
             parts.model_max_length,
@@ -111,7 +119,20 @@ class TorchEngine:
             parts, input_tokens_max=maximum, include_prompt=folder.pooling.include_prompt
         )
         model.probe()
-        return cls(model, tokenization, _model_info(options, folder, model, maximum))
+        running = Running(
+            engine="torch",
+            versions=installed_versions("torch", "transformers", "tokenizers"),
+            device=_device_name(device),
+            dtype=options.dtype,
+        )
+        info = describe(
+            folder,
+            running,
+            dimensions=model.dimensions,
+            input_tokens_max=maximum,
+            cache_dir=options.cache_dir,
+        )
+        return cls(model, tokenization, info)
 
     @property
     def info(self) -> ModelInfo:
@@ -146,7 +167,7 @@ class TorchEngine:
         """
         if self._model is None:
             raise EngineDiedError("the engine is closed")
-        stock = _StockModel(self._model.folder, self._model.device)
+        stock = StockModel(self._model.folder, self._model.device)
         return np.concatenate([stock.embed(one) for one in inputs])
 
     def close(self) -> None:
@@ -162,11 +183,11 @@ class _PackedModel:
         register()
         self.folder = folder
         self.device = device
-        self._transformer = _load_transformer(folder, device, dtype, attention=ATTENTION_NAME)
+        self._transformer = load_transformer(folder, device, dtype, attention=ATTENTION_NAME)
         self._position_offset, self.positions_max = _positions(self._transformer)
         _refuse_unknown_architecture(self._transformer)
-        self.tail = _load_tail(folder, device)
-        self.dimensions = _dimensions(folder, _size(self._transformer, "hidden_size"))
+        self.tail = load_tail(folder, device)
+        self.dimensions = vector_dimensions(folder, _size(self._transformer, "hidden_size"))
 
     @torch.inference_mode()
     def embed(self, inputs: Sequence[Tokens]) -> Vectors:
@@ -182,7 +203,7 @@ class _PackedModel:
             packing=pack(lengths, self.device),
             **_extra_inputs(self._transformer),
         )
-        vectors = _pool_and_finish(
+        vectors = pool_and_finish(
             output.last_hidden_state[0], [inputs[index] for index in order], self.folder, self.tail
         )
         answers = np.empty((len(inputs), self.dimensions), dtype=np.float32)
@@ -232,82 +253,6 @@ class _PackedModel:
             raise ModelRefusedError(f"{kind} mixes texts that lie end to end")
 
 
-class _StockModel:
-    """Plain transformers with stock attention, float32, one text at a time."""
-
-    def __init__(self, folder: ModelFolder, device: torch.device) -> None:
-        self._folder = folder
-        self._device = device
-        self._transformer = _load_transformer(folder, device, torch.float32, attention=None)
-        self._tail = _load_tail(folder, device)
-
-    @torch.inference_mode()
-    def embed(self, one: Tokens) -> Vectors:
-        ids = torch.tensor([list(one.ids)], device=self._device)
-        output = self._transformer(input_ids=ids, attention_mask=torch.ones_like(ids))
-        return _pool_and_finish(output.last_hidden_state[0], [one], self._folder, self._tail)
-
-
-def _pool_and_finish(
-    hidden: torch.Tensor, inputs: Sequence[Tokens], folder: ModelFolder, tail: Tail
-) -> Vectors:
-    lengths = torch.tensor([len(one.ids) for one in inputs])
-    prompts = None
-    if not folder.pooling.include_prompt and any(one.prompt_tokens for one in inputs):
-        prompts = torch.tensor([one.prompt_tokens for one in inputs]).to(hidden.device)
-    segments = Segments(lengths=lengths.to(hidden.device), prompt_tokens=prompts)
-    vectors: Vectors = tail(pool(hidden, segments, folder.pooling)).cpu().numpy()
-    return vectors
-
-
-def _load_transformer(
-    folder: ModelFolder, device: torch.device, dtype: torch.dtype, attention: str | None
-) -> Any:
-    from transformers import AutoConfig, AutoModel  # noqa: PLC0415 - slow to import
-    from transformers.utils import logging  # noqa: PLC0415
-
-    logging.disable_progress_bar()
-    path = str(folder.transformer.path)
-    chosen = {} if attention is None else {"attn_implementation": attention}
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
-        model, loading = AutoModel.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **chosen,
-        )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
-        raise ModelRefusedError(f"transformers can't load {path}: {error}") from error
-    # A pooler (of BERT's next sentence task) is not read by any pooling mode.
-    missing = sorted(name for name in loading["missing_keys"] if not name.startswith("pooler."))
-    missing += [str(entry) for entry in loading.get("mismatched_keys", ())]
-    if missing:
-        raise ModelRefusedError(f"weights are missing in {path}: {', '.join(missing[:5])}")
-    if hasattr(model, "pooler"):
-        model.pooler = None
-    return model.to(device).eval()
-
-
-def _load_tail(folder: ModelFolder, device: torch.device) -> Tail:
-    return Tail(folder.tail, folder.truncate_dim).to(device).eval()
-
-
-def _dimensions(folder: ModelFolder, hidden_size: int) -> int:
-    if folder.pooling.dimension not in (None, hidden_size):
-        raise ModelRefusedError(
-            f"the pooling is for vectors of {folder.pooling.dimension}, the model's are of "
-            f"{hidden_size}"
-        )
-    pooled = hidden_size * len(folder.pooling.modes)
-    return output_dimension(pooled, folder.tail, folder.truncate_dim)
-
-
 def _size(model: Any, name: str) -> int:
     size = getattr(model.config, name, None)
     if not isinstance(size, int):
@@ -345,22 +290,6 @@ def _positions(model: Any) -> tuple[int, int | None]:
             return padding + 1, table.num_embeddings - padding - 1
     declared = getattr(model.config, "max_position_embeddings", None)
     return 0, declared if isinstance(declared, int) and declared > 0 else None
-
-
-def _input_tokens_max(wanted: int | None, *limits: int | None) -> int:
-    """The least of the model's own limits, or what is wanted if that is less."""
-    known = [limit for limit in limits if limit is not None]
-    if not known:
-        if wanted is None:
-            raise ModelRefusedError(
-                "the model declares no maximum of tokens: set the option input_tokens_max"
-            )
-        return wanted
-    if wanted is not None and not 0 < wanted <= min(known):
-        raise ModelRefusedError(
-            f"input_tokens_max = {wanted}: it may only lower the model's maximum of {min(known)}"
-        )
-    return wanted or min(known)
 
 
 def _extra_inputs(model: Any) -> dict[str, Any]:
@@ -409,46 +338,6 @@ def _translated(error: RuntimeError) -> Exception:
     if "CUDA error" in text or "device-side assert" in text:
         return EngineDiedError(text)
     return error
-
-
-def _model_info(
-    options: TorchOptions, folder: ModelFolder, model: _PackedModel, maximum: int
-) -> ModelInfo:
-    dimensions = model.dimensions
-    folders = [folder.path, folder.transformer.path]
-    folders += [spec.path for spec in folder.tail if hasattr(spec, "path")]
-    settings: dict[str, object] = {
-        "pooling": [*folder.pooling.modes, folder.pooling.include_prompt],
-        "modules": [repr(type(spec).__name__) for spec in folder.tail],
-        "prompts": dict(folder.prompts),
-        "default_prompt_name": folder.default_prompt_name,
-        "truncate_dim": folder.truncate_dim,
-        "input_tokens_max": maximum,
-        "dtype": options.dtype,
-        "quantization": None,
-    }
-    revision = model_revision(
-        folders, RevisionInputs(settings=settings), cache_dir=options.cache_dir
-    )
-    default = folder.default_prompt_name
-    return ModelInfo(
-        revision=revision,
-        dimensions=dimensions,
-        matryoshka_dimensions=tuple(
-            size for size in folder.matryoshka_dimensions if size < dimensions
-        ),
-        normalized=model.tail.normalized,
-        input_tokens_max=maximum,
-        prompts=folder.prompts,
-        default_prompt=folder.prompts.get(default) if default is not None else None,
-        engine="torch",
-        versions={
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
-        },
-        device=_device_name(model.device),
-        precision=options.dtype,
-    )
 
 
 def _device_name(device: torch.device) -> str:

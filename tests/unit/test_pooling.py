@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentence_transformers.sentence_transformer.modules import Pooling
 
+from model_server.engines.description import output_dimension
 from model_server.engines.model_folder import (
     POOLING_MODES,
     DenseSpec,
@@ -18,7 +19,7 @@ from model_server.engines.model_folder import (
     NormalizeSpec,
     PoolingSpec,
 )
-from model_server.engines.modules import Tail, output_dimension
+from model_server.engines.modules import Tail
 from model_server.engines.pooling import Segments, pool
 
 pytestmark = pytest.mark.torch
