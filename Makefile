@@ -100,6 +100,15 @@ bench-claims: $(RUN) ## How full claims and passes are against the target
 verify: $(DEV) ## Every query one result, every vector that of sentence-transformers
 	@$(BIN)/python -m ops.verify $(FROM_QUERIES) $(ARGS)
 
+# Chaos: RUNS=10 runs, SEED=n the first one's seed, ROUNDS=2 of each act.
+RUNS ?= 1
+SEED ?= 0
+ROUNDS ?= 1
+
+.PHONY: chaos
+chaos: $(DEV) ## Kill, freeze and restart everything on a real Kafka under load; count what came of it
+	@$(BIN)/python -m tests.chaos --runs $(RUNS) --seed $(SEED) --rounds $(ROUNDS) $(ARGS)
+
 .PHONY: up down test-compose
 up: ## The whole stack in containers, in the background (Docker with compose)
 	docker compose up --build --detach --wait

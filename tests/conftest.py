@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,7 +27,7 @@ TopicFactory = Callable[..., str]
 """`make(prefix="topic", partitions=1, **config)` -> name; underscores in config keys are dots."""
 
 
-def unavailable(reason: str) -> None:
+def unavailable(reason: str) -> NoReturn:
     """Skip the test, or fail it where every tier must run."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI=true forbids skipping a tier: {reason}")

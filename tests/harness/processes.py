@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Self
 
 WAIT_S = 60.0
@@ -31,8 +31,17 @@ def free_port() -> int:
 class CommandProcess:
     """`python -m MODULE ARGUMENTS`; leave it as a context manager to have it killed."""
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str]) -> None:
-        """Start it, with nothing of our own settings but `environment`."""
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str],
+        forget: Container[str] = (),
+    ) -> None:
+        """Start it, with nothing of our own settings but `environment`.
+
+        `forget`: events whose lines are not kept, as a long run has very many of them.
+        """
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -40,6 +49,7 @@ class CommandProcess:
         }
         self.lines: list[Line] = []
         """Log lines; what is no JSON is {"text": ...}."""
+        self._forget = forget
         self._changed = threading.Condition()
         self._ended = False
         self.process = subprocess.Popen(
@@ -67,6 +77,8 @@ class CommandProcess:
                 line = json.loads(text)
             except ValueError:
                 line = {"text": text.rstrip()}
+            if line.get("event") in self._forget:
+                continue
             with self._changed:
                 self.lines.append(line)
                 self._changed.notify_all()
@@ -101,6 +113,19 @@ class CommandProcess:
             raise AssertionError(f"it does not end: {self.lines[-200:]}") from None
         self._reader.join(WAIT_S)
         return status
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended; a frozen one runs."""
+        return self.process.poll() is None
+
+    def freeze(self) -> None:
+        """SIGSTOP: it stands still as on a machine that stalls."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL, if it still runs."""

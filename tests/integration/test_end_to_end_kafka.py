@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pytest
 
 from ops.kafka.node import KafkaNode
-from tests.harness.ledger import Ledger
+from tests.harness.ledger import Ledger, Names
 from tests.harness.processes import CommandProcess, free_port, simulated_server
 
 pytestmark = pytest.mark.kafka
@@ -71,12 +71,12 @@ def stack(request: pytest.FixtureRequest, kafka: KafkaNode, server_port: int) ->
 
 @pytest.fixture
 def ledger(stack: Stack) -> Iterator[Ledger]:
-    ledger = Ledger(
-        stack.bootstrap_servers,
-        f"queries-{stack.suffix}",
-        f"results-{stack.suffix}",
-        f"dlq-{stack.suffix}",
+    names = Names(
+        queries=f"queries-{stack.suffix}",
+        results=f"results-{stack.suffix}",
+        dlq=f"dlq-{stack.suffix}",
     )
+    ledger = Ledger(stack.bootstrap_servers, names)
     yield ledger
     ledger.close()
 
