@@ -149,6 +149,7 @@ class AggregatorSettings(BaseSettings):
     commit_interval_ms: Positive = 100
     revoke_deadline_ms: Positive = 5_000
     drain_deadline_ms: Positive = 20_000
+    """From SIGTERM to the exit, but for 3 s for the last commit and for what does not answer."""
     sink_outage_ms_max: Positive = 300_000
 
     # Dispatch.

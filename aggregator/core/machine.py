@@ -52,6 +52,8 @@ class AggregatorOptions:
     commit_interval_ns: int = 100_000_000
     revoke_deadline_ns: int = 5_000_000_000
     drain_deadline_ns: int = 20_000_000_000
+    drain_commit_ns_max: int = 1_000_000_000
+    """A drain's last commit that is under way at its deadline is waited for this much longer."""
     sink_outage_ns_max: int = 300_000_000_000
 
 
@@ -349,7 +351,12 @@ class Aggregator:
 
     def _advance_rendezvous(self, now_ns: int) -> None:
         for rendezvous in list(self._rendezvous):
-            if rendezvous.commit_id or now_ns < rendezvous.commit_at_ns:
+            if rendezvous.commit_id:
+                # That of a revoke is synchronous: only the consumer's thread could give it up.
+                if rendezvous.revoke_id is None and now_ns >= self._drain_over_ns(rendezvous):
+                    self._part(rendezvous)
+                continue
+            if now_ns < rendezvous.commit_at_ns:
                 continue
             unfinished = any(ledger.unsettled for ledger in rendezvous.ledgers)
             if unfinished and now_ns < rendezvous.deadline_ns:
@@ -362,8 +369,12 @@ class Aggregator:
             if not rendezvous.commit_id:
                 self._part(rendezvous)
 
+    def _drain_over_ns(self, rendezvous: _Rendezvous) -> int:
+        """When a drain ends though its last commit is not answered."""
+        return rendezvous.deadline_ns + self._options.drain_commit_ns_max
+
     def _part(self, rendezvous: _Rendezvous) -> None:
-        """The commit has ended: give the partitions up, and let who waits go on."""
+        """The commit has ended, or is given up: give the partitions up, and let who waits go on."""
         self._rendezvous.remove(rendezvous)
         self._give_up(rendezvous.ledgers)
         if rendezvous.revoke_id is not None:
@@ -479,7 +490,11 @@ class Aggregator:
         """Ask for the next tick, if it is not the one already asked for."""
         times = [*self._dispatcher_wakes.values(), self._delivery.wake_at()]
         times.append(self._commits.wake_at())
-        times.extend(r.commit_at_ns or r.deadline_ns for r in self._rendezvous if not r.commit_id)
+        for r in self._rendezvous:
+            if not r.commit_id:
+                times.append(r.commit_at_ns or r.deadline_ns)
+            elif r.revoke_id is None:
+                times.append(self._drain_over_ns(r))
         at_ns = min((at for at in times if at is not None), default=None)
         if at_ns is not None and at_ns != self._wake_at_ns:
             self._wake_at_ns = at_ns

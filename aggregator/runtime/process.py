@@ -2,15 +2,18 @@
 
 Whatever thread or task ends before its time becomes one clear line and a status other than 0. The
 order of the end: the group is left first (the core has committed by then), then the producer,
-the streams and the health endpoints are closed.
+the streams and the health endpoints are closed. One deadline bounds all of it: `drain_deadline_ms`
+from the signal on, and `STOP_GRACE_S` for the last commit and for closing what does not answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import importlib.metadata
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +33,7 @@ from aggregator.core.machine import Aggregator, AggregatorOptions
 from aggregator.runtime.bridge import Bridge, SinkPort, Token
 from aggregator.runtime.driver import Driver, Ports
 from aggregator.runtime.intake import Intake
+from aggregator.runtime.threads import in_daemon_thread
 from aggregator.telemetry import metrics as m
 from aggregator.telemetry.health import HealthError, HealthServer
 from aggregator.telemetry.logs import configure_logs, librdkafka_logger
@@ -45,8 +49,14 @@ if TYPE_CHECKING:
 MS = 1_000_000
 GC_THRESHOLDS = (100_000, 50, 1_000)
 """Queries have no cycles: the collector finds nothing and costs more the more are held."""
-LEAVE_TIMEOUT_S = 10.0
-STREAMS_TIMEOUT_S = 5.0
+STOP_GRACE_S = 3.0
+"""After `drain_deadline_ms`: the last commit has one second of it, leaving the group half of what
+is left then."""
+CLOSE_S_MIN = 0.25
+"""What each thing to be closed is given however late it is."""
+HANG_S = 5.0
+"""A process that has not ended so long after its grace shows where its threads are, and is ended.
+"""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -203,14 +213,16 @@ class _Process:
         self._driver = Driver(self._core, ports, loop=loop, metrics=self._metrics, log=log)
         self._bridge.attach(self._driver, self._source.taken)
         self._draining = False
+        self._end_by_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._health = self._build_health(loop)
 
     @classmethod
     async def build(cls, settings: AggregatorSettings, log: Logger) -> _Process:
         """Check what must be there at start, and build everything."""
+        log.info("starting", bootstrap_servers=settings.bootstrap_servers)
         kafka = kafka_options(settings)
-        topics = await asyncio.to_thread(
+        topics = await in_daemon_thread(
             check_topics,
             kafka,
             queries=settings.queries_topic,
@@ -221,7 +233,7 @@ class _Process:
         )
         for warning in topics.warnings:
             log.warning("topics", reason=warning)
-        estimators = await asyncio.to_thread(load_estimators, settings)
+        estimators = await in_daemon_thread(load_estimators, settings)
         for name, model in settings.models.items():
             if model.revision is None:
                 log.warning(
@@ -313,20 +325,35 @@ class _Process:
                 self._driver.crash("interrupted again while draining")
             return
         self._draining = True
+        self._end_within(self._settings.drain_deadline_ms / 1_000)
         self._log.info("draining", signal=number.name)
         self._driver.feed([StopRequested()])
 
+    def _end_within(self, seconds: float) -> None:
+        """Set the time of the end, grace and all; later than that nothing is waited for."""
+        self._end_by_s = time.monotonic() + seconds + STOP_GRACE_S
+        # Kept until the process is gone: a library may hang after us. Standard error has to be one.
+        if sys.stderr is not None:
+            faulthandler.dump_traceback_later(seconds + STOP_GRACE_S + HANG_S, exit=True)
+
+    def _left_s(self) -> float:
+        """What is left until the end for the thing to be closed next."""
+        return max(self._end_by_s - time.monotonic(), CLOSE_S_MIN)
+
     async def _close(self) -> None:
-        if not await asyncio.to_thread(self._source.close, LEAVE_TIMEOUT_S):
-            self._log.warning("the group was not left in time", seconds=LEAVE_TIMEOUT_S)
-        await asyncio.to_thread(self._sink.close)
+        if not self._draining:
+            self._end_within(0.0)
+        leave_s = self._left_s() / 2
+        if not await in_daemon_thread(self._source.close, leave_s):
+            self._log.warning("the group was not left in time", seconds=round(leave_s, 1))
+        await in_daemon_thread(self._sink.close, self._left_s())
         for task in self._tasks:
             task.cancel()
         # gRPC turns a cancellation that meets the end of a unary call into that call's error, so a
         # stream may miss it: what is left is cancelled once more when the loop is closed.
-        await asyncio.wait(self._tasks, timeout=STREAMS_TIMEOUT_S)
+        await asyncio.wait(self._tasks, timeout=self._left_s())
         if self._health is not None:
-            await asyncio.to_thread(self._health.close)
+            await in_daemon_thread(self._health.close)
 
     # Supervision ---------------------------------------------------------------------------------
 

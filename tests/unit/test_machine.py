@@ -363,6 +363,31 @@ class TestDrain:
         refused = ev.CommitFailed(commit_id=commit.commit_id, message="wait", retryable=True)
         assert len(of(bench.feed(refused), fx.Halt)) == 1
 
+    def test_a_last_commit_without_an_answer_is_given_up(self, bench: Bench) -> None:
+        bench.poll(make_query(0), make_query(1))
+        [claim] = [effect for effect in bench.effects if isinstance(effect, fx.Dispatch)]
+        bench.feed(ev.StopRequested())
+        bench.answer(claim)
+        bench.durable([claim.queries[0]])
+        effects = bench.tick(20_001)
+        assert len(of(effects, fx.Commit)) == 1
+        [wake] = of(effects, fx.WakeAt)
+        assert of(bench.tick(900), fx.Halt) == []
+        assert wake.at_ns > bench.now_ns
+        [halt] = of(bench.tick(100), fx.Halt)
+        assert wake.at_ns <= bench.now_ns
+        assert (halt.exit_code, halt.abandoned) == (0, 1)
+
+    def test_a_last_commit_of_time_may_take_all_of_it(self, bench: Bench) -> None:
+        query = make_query(0)
+        [claim] = of(bench.poll(query), fx.Dispatch)
+        bench.feed(ev.StopRequested())
+        bench.answer(claim)
+        [commit] = of(bench.durable([query]), fx.Commit)
+        assert of(bench.tick(19_000), fx.Halt) == []
+        [halt] = of(bench.feed(ev.CommitDone(commit_id=commit.commit_id)), fx.Halt)
+        assert (halt.exit_code, halt.abandoned) == (0, 0)
+
     def test_at_the_deadline_it_halts_all_the_same(self, bench: Bench) -> None:
         bench.poll(make_query(0))
         bench.feed(ev.StopRequested())
