@@ -1,4 +1,4 @@
-"""The command line: `model-server serve | embed`.
+"""The command line: `model-server serve | profile | embed`.
 
 Commands print what was asked for on standard output, logs and errors on standard error, and end
 with a code other than 0 and one clear line on failure.
@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import click
+from rich.console import Console
 
 from model_server.settings import (
     ModelServerSettings,
@@ -23,14 +24,23 @@ from model_server.settings import (
 )
 
 if TYPE_CHECKING:
+    from model_server.profile_command import ProfileCommandOptions
     from model_server.telemetry.logs import Logger
 
 EXIT_FAILED = 1
+ENGINES = get_args(ModelServerSettings.model_fields["engine"].annotation)
+DTYPES = get_args(ModelServerSettings.model_fields["dtype"].annotation)
 EXAMPLES_SERVE = """\b
 Examples:
   model-server serve --engine simulated
   model-server serve --model ./all-MiniLM-L6-v2 --served-model-name minilm
   model-server serve --model sentence-transformers/all-MiniLM-L6-v2 --revision c9745ed1d9f2
+"""
+EXAMPLES_PROFILE = """\b
+Examples:
+  model-server profile --model ./all-MiniLM-L6-v2
+  model-server profile --model ./my-model --dtype bfloat16 --json profile.json --plots plots
+  model-server profile --from profile.json --plots plots
 """
 EXAMPLES_EMBED = """\b
 Examples:
@@ -60,14 +70,16 @@ def _end(number: int, _frame: object) -> NoReturn:
 @click.option("--model", help="A model's folder, or its id on the hub.")
 @click.option("--revision", "model_revision", help="Commit, tag or branch on the hub.")
 @click.option("--served-model-name", help="What clients call the model; default: its last part.")
-@click.option("--engine", type=click.Choice(["torch", "simulated"]), help="Default: torch.")
+@click.option("--engine", type=click.Choice(ENGINES), help="Default: torch.")
 @click.option("--grpc-listen", metavar="HOST:PORT", help="Default: 127.0.0.1:50051.")
 @click.option("--metrics-listen", metavar="HOST:PORT", help="Default: 127.0.0.1:9465; '': none.")
 @click.option("--device", help="auto, cpu, cuda, ...; default: auto.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]))
+@click.option("--dtype", type=click.Choice(DTYPES))
 @click.option("--threads", type=int, help="Of the engine on a CPU; 0: as many as there are.")
 @click.option("--batch-tokens-target", type=int, help="Tokens aimed at for a forward pass.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), help="For golden vectors.")
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path), help="For golden vectors and profiles."
+)
 @click.option("--log-format", type=click.Choice(["json", "console"]))
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
 @click.option(
@@ -142,6 +154,122 @@ def _cache_dir(settings: ModelServerSettings, log: Logger) -> Path | None:
         log.warning("nothing is cached", reason=f"{folder} can't be written to")
         return None
     return folder
+
+
+@main.command(epilog=EXAMPLES_PROFILE)
+@click.option("--model", help="A model's folder, or its id on the hub.")
+@click.option("--revision", "model_revision", help="Commit, tag or branch on the hub.")
+@click.option("--engine", type=click.Choice(ENGINES), help="Default: torch.")
+@click.option("--device", help="auto, cpu, cuda, ...; default: auto.")
+@click.option("--dtype", type=click.Choice(DTYPES))
+@click.option("--threads", type=int, help="Of the engine on a CPU; 0: as many as there are.")
+@click.option("--pass-ms-max", type=float, help="The target is cut to such passes; default: 100.")
+@click.option(
+    "--latency-slack",
+    "latency_slack_ratio",
+    type=float,
+    metavar="RATIO",
+    help="Where latency has a flat part: how much longer than that a pass may take.",
+)
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="Where the profile is stored.")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A TOML file with the names of the settings.",
+)
+@click.option("--rounds", type=click.IntRange(1, 1_000), default=9, show_default=True)
+@click.option(
+    "--sizes-per-octave", type=click.IntRange(1, 16), default=4, show_default=True, metavar="N"
+)
+@click.option(
+    "--tokens-max",
+    type=click.IntRange(min=64),
+    default=65_536,
+    show_default=True,
+    help="The largest pass; the range ends before it behind a pass of 4 x pass-ms-max.",
+)
+@click.option(
+    "--seconds-max",
+    type=click.FloatRange(min=1),
+    default=180.0,
+    show_default=True,
+    help="Time for all passes: fewer sizes and rounds, if it is not enough.",
+)
+@click.option(
+    "--peak-tflops",
+    type=click.FloatRange(min=0, min_open=True),
+    help="What the machine can do, for MFU; default: measured by a matrix product.",
+)
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write it all."
+)
+@click.option(
+    "--plots",
+    "plots_folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Draw latency, throughput and MFU into this folder (needs the extra 'plots').",
+)
+@click.option("--no-store", is_flag=True, help="Keep nothing for serve.")
+@click.option(
+    "--from",
+    "from_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Measure nothing: show what --json wrote, perhaps on another machine.",
+)
+def profile(config: Path | None, no_store: bool, from_path: Path | None, **options: Any) -> None:
+    """Measure latency against tokens a pass on this machine, and what to aim at.
+
+    The curve is stored for this model, engine, precision, device and machine; `serve` takes its
+    target from it.
+    """
+    import dataclasses  # noqa: PLC0415 - starts faster without
+
+    from model_server.profile_command import (  # noqa: PLC0415
+        ProfileCommandError,
+        ProfileCommandOptions,
+        read_profile,
+        show,
+    )
+
+    names = {field.name for field in dataclasses.fields(ProfileCommandOptions)}
+    own = ProfileCommandOptions(**{k: options.pop(k) for k in list(options) if k in names})
+    console = Console()
+    if not console.is_terminal:  # into a file: wide enough for every column
+        console = Console(width=120)
+    try:
+        if from_path is not None:
+            show(read_profile(from_path), own, console)
+            return
+        settings = load_settings(config, options=options)
+        _profile(settings, own, console, store=not no_store)
+    except (SettingsError, ProfileCommandError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _profile(
+    settings: ModelServerSettings, options: ProfileCommandOptions, console: Console, *, store: bool
+) -> None:
+    from model_server.engines.factory import create_engine  # noqa: PLC0415
+    from model_server.engines.hub import HubError, model_folder  # noqa: PLC0415
+    from model_server.profile_command import keep, measure_profile, show  # noqa: PLC0415
+    from model_server.telemetry.logs import configure_logs  # noqa: PLC0415
+
+    log = configure_logs(settings.log_format, settings.log_level)
+    try:
+        folder = model_folder(settings)
+        cache_dir = _cache_dir(settings, log)
+        measured = measure_profile(
+            settings,
+            lambda: create_engine(settings, folder, cache_dir),
+            folder,
+            options,
+            console,
+        )
+    except HubError as error:
+        raise click.ClickException(str(error)) from error
+    show(measured, options, console)
+    if store and cache_dir is not None:
+        keep(measured, cache_dir, console)
 
 
 @main.command(epilog=EXAMPLES_EMBED)

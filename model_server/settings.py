@@ -31,12 +31,15 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from model_server.core.limits import TEXT_BYTES_MAX
+from model_server.core.saturation import TargetSource
 
 PREFIX = "MODEL_SERVER_"
 MEBIBYTE = 1024 * 1024
 MESSAGE_BYTES_MAX = 64 * MEBIBYTE
 DEFAULT_TARGETS = {"torch": 256, "simulated": 600}
-"""Until a profile of the machine says better; for torch, of a CPU."""
+"""Where neither a setting nor a profile of the machine says better; for torch, of a CPU."""
+DEFAULT_PROFILE_MS_MAX = {"torch": 2_500, "simulated": 0}
+"""The simulated engine's latency is declared: there is nothing to find out."""
 
 # What Kubernetes injects into every pod of a namespace for a Service whose name begins with ours.
 # `..._PORT` alone could be somebody's misspelt setting, so its value must be one of Kubernetes'.
@@ -148,9 +151,16 @@ class ModelServerSettings(BaseSettings):
 
     # Passes and requests.
     batch_tokens_target: Positive | None = None
-    """Absent: a default by engine, to be replaced by what this machine does best."""
+    """Absent: what this machine does best, by a stored profile or one measured at start."""
     batch_tokens_max: Positive | None = None
     """Absent: four targets, or one input of the model's maximum if that is more."""
+    pass_ms_max: Annotated[float, Field(gt=0)] = 100.0
+    """A measured target is cut to passes of at most this."""
+    latency_slack_ratio: Annotated[float, Field(ge=0)] | None = None
+    """Where latency has a flat part: how much longer than that a pass may take; absent: the target
+    goes by throughput there too."""
+    profile_ms_max: Annotated[int, Field(ge=0)] | None = None
+    """Time to measure at start where no profile is stored; 0: none; absent: by engine."""
     inputs_max: Positive = 1_024
     request_bytes_max: Annotated[int, Field(ge=TEXT_BYTES_MAX, le=MESSAGE_BYTES_MAX // 2)] = (
         16 * MEBIBYTE
@@ -170,7 +180,8 @@ class ModelServerSettings(BaseSettings):
         if self.model is None and self.engine != "simulated":
             raise ValueError(f"model is required for engine {self.engine}: a folder or a hub id")
         maximum = self.batch_tokens_max
-        if maximum is not None and maximum < self.target:
+        target = self.batch_tokens_target
+        if maximum is not None and target is not None and maximum < target:
             raise ValueError("batch_tokens_max must be at least batch_tokens_target")
         one = self.input_tokens_max
         if self.engine == "simulated":
@@ -194,8 +205,18 @@ class ModelServerSettings(BaseSettings):
 
     @property
     def target(self) -> int:
-        """Tokens aimed at for a pass."""
-        return self.batch_tokens_target or DEFAULT_TARGETS[self.engine]
+        """Tokens aimed at for a pass, as long as nothing was measured."""
+        if self.batch_tokens_target is not None:
+            return self.batch_tokens_target
+        default = DEFAULT_TARGETS[self.engine]
+        return default if self.batch_tokens_max is None else min(default, self.batch_tokens_max)
+
+    @property
+    def quick_profile_ms_max(self) -> int:
+        """Time to measure at start."""
+        if self.profile_ms_max is not None:
+            return self.profile_ms_max
+        return DEFAULT_PROFILE_MS_MAX[self.engine]
 
     @property
     def cache_folder(self) -> Path:
@@ -203,9 +224,9 @@ class ModelServerSettings(BaseSettings):
         return self.cache_dir or Path.home() / ".cache" / "token-batching"
 
     @property
-    def target_source(self) -> str:
-        """Where the target came from, as in `GetModelInfo`."""
-        return "default" if self.batch_tokens_target is None else "setting"
+    def target_source(self) -> TargetSource:
+        """Where `target` comes from."""
+        return TargetSource.DEFAULT if self.batch_tokens_target is None else TargetSource.SETTING
 
     @property
     def served_name(self) -> str:

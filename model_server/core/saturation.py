@@ -35,6 +35,17 @@ class TargetRule(StrEnum):
     """A pass of the size that the other rules want would take too long."""
 
 
+class TargetSource(StrEnum):
+    """Where a server's target came from, as `GetModelInfo` says."""
+
+    SETTING = "setting"
+    DEFAULT = "default"
+    """Of the engine: neither set nor measured."""
+    PROFILE = "profile"
+    QUICK_PROFILE = "quick profile"
+    """Measured at start, for want of a stored one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
     """`latency_slack_ratio` counts only where there is a knee."""

@@ -150,6 +150,11 @@ class Driver:
         return self._started.engine.info if self._started is not None else None
 
     @property
+    def started(self) -> Started | None:
+        """The engine that serves, and how it came to its target; None before there is one."""
+        return self._started
+
+    @property
     def scheduler(self) -> Scheduler:
         """To read limits and figures from."""
         return self._scheduler

@@ -19,7 +19,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from model_server.core.lifecycle import Phase
+from model_server.core.saturation import TargetOptions
 from model_server.core.scheduler import SchedulerOptions
+from model_server.profiling.targeting import TargetFinder, TargetingOptions
 from model_server.server.driver import Driver, DriverOptions
 from model_server.server.service import SERVICE_NAME, EmbeddingService
 from model_server.server.startup import StartOptions, start_engine
@@ -87,6 +89,8 @@ class ModelServer:
             request_bytes_max=settings.request_bytes_max,
             cache_dir=cache_dir,
             golden_cosine_min=settings.golden_cosine_min,
+            target_source=settings.target_source,
+            finder=_finder(settings, cache_dir, log),
         )
         self.driver = Driver(
             DriverOptions(
@@ -119,9 +123,7 @@ class ModelServer:
             ServeError: an address can't be listened on.
         """
         settings = self._settings
-        pb_grpc.add_EmbeddingServiceServicer_to_server(
-            EmbeddingService(self.driver, target_source=settings.target_source), self._server
-        )
+        pb_grpc.add_EmbeddingServiceServicer_to_server(EmbeddingService(self.driver), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
@@ -148,8 +150,6 @@ class ModelServer:
             metrics_port=self.metrics_port,
             model=settings.served_name,
             engine=settings.engine,
-            batch_tokens_target=settings.target,
-            batch_tokens_target_source=settings.target_source,
         )
         self.driver.start()
 
@@ -203,6 +203,24 @@ class ModelServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
                 await self.driver.no_streams.wait()
+
+
+def _finder(
+    settings: ModelServerSettings, cache_dir: Path | None, log: Logger
+) -> TargetFinder | None:
+    """What finds the target; None: the settings say it."""
+    if settings.batch_tokens_target is not None:
+        return None
+    options = TargetingOptions(
+        target=TargetOptions(
+            pass_ms_max=settings.pass_ms_max, latency_slack_ratio=settings.latency_slack_ratio
+        ),
+        quick_ms_max=settings.quick_profile_ms_max,
+        tokens_max=settings.batch_tokens_max,
+        inputs_max=settings.inputs_max,
+        cache_dir=cache_dir,
+    )
+    return TargetFinder(options, log)
 
 
 async def serve_until_ended(

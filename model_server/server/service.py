@@ -31,9 +31,8 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
 class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
     """See the module."""
 
-    def __init__(self, driver: Driver, *, target_source: str) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._target_source = target_source
 
     async def Embed(  # noqa: N802 - gRPC's name
         self, request: pb.EmbedRequest, context: EmbedContext
@@ -73,12 +72,13 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
     ) -> pb.GetModelInfoResponse:
         """What is served, and with which limits."""
         driver = self._driver
-        info = driver.info
-        if info is None:
+        started = driver.started
+        if started is None:
             await abort(context, not_started(f"The server is {driver.phase}."))
         if request.HasField("model") and request.model != driver.model:
             await abort(context, model_unknown(request.model, driver.model))
-        limits = driver.scheduler.limits
+        info, limits = started.engine.info, driver.scheduler.limits
+        points = started.found.curve.points if started.found is not None else ()
         return pb.GetModelInfoResponse(
             model=driver.model,
             model_revision=info.revision,
@@ -89,7 +89,10 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
             encodings=[int(encoding) for encoding in Encoding],  # type: ignore[misc]
             batch_tokens_target=limits.batch_tokens_target,
             batch_tokens_max=limits.batch_tokens_max,
-            batch_tokens_target_source=self._target_source,
+            batch_tokens_target_source=str(started.target_source),
+            curve=[
+                pb.CurvePoint(tokens=round(point.tokens), pass_ms=point.pass_ms) for point in points
+            ],
             engine=info.engine,
             versions=info.versions,
             device=info.device,

@@ -1,4 +1,4 @@
-"""From nothing to an engine that may serve: load, compare golden vectors, warm up.
+"""From nothing to an engine that may serve: load, compare golden vectors, find a target, warm up.
 
 Blocking; runs in the engine's thread. Invariant: what it returns has computed the model's own
 vectors, and a pass of `limits.batch_tokens_max` tokens, on this machine.
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model_server.core.limits import Limits
+from model_server.core.saturation import TargetSource
 from model_server.engines.base import Engine, EngineOutOfMemoryError, Text, Tokens
 from model_server.engines.golden import GOLDEN_TEXTS, check_golden
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from model_server.profiling.targeting import FoundTarget, TargetFinder
     from model_server.telemetry.logs import Logger
 
 _WARM_UP_TEXT = "warm "
@@ -33,22 +35,29 @@ class StartOptions:
     """Sizes asked for, and where golden vectors are kept; None: as the engine has it."""
 
     batch_tokens_target: int
+    """As set; where nothing is set, what to aim at if no profile can be had."""
     batch_tokens_max: int | None
     inputs_max: int
     request_bytes_max: int
     cache_dir: Path | None
     golden_cosine_min: float | None
+    target_source: TargetSource = TargetSource.SETTING
+    finder: TargetFinder | None = None
+    """Finds the target by what the machine does best; None: it is as set."""
 
-    def limits(self, input_tokens_max: int) -> Limits:
-        """The limits for a model. Without a setting a pass holds four targets, or one input.
+    def limits(self, input_tokens_max: int, target: int | None = None) -> Limits:
+        """The limits for a model, with the target that was found, if one was.
+
+        Without a setting a pass holds four targets, or one input.
 
         Raises:
             StartError: the settings contradict each other or the model.
         """
-        default = max(4 * self.batch_tokens_target, input_tokens_max)
+        target = target or self.batch_tokens_target
+        default = max(4 * target, input_tokens_max)
         try:
             return Limits(
-                batch_tokens_target=self.batch_tokens_target,
+                batch_tokens_target=target,
                 batch_tokens_max=self.batch_tokens_max or default,
                 input_tokens_max=input_tokens_max,
                 inputs_max=self.inputs_max,
@@ -67,6 +76,9 @@ class Started:
     limits: Limits
     pass_samples: Sequence[tuple[int, int]]
     """(tokens, nanoseconds) of the warm-up passes."""
+    target_source: TargetSource
+    found: FoundTarget | None
+    """The profile that the target is from; None: it is as set, or the default."""
 
 
 def start_engine(load: Callable[[], Engine], options: StartOptions, log: Logger) -> Started:
@@ -79,7 +91,7 @@ def start_engine(load: Callable[[], Engine], options: StartOptions, log: Logger)
     started = time.monotonic()
     engine = load()
     try:
-        limits = options.limits(engine.info.input_tokens_max)
+        options.limits(engine.info.input_tokens_max)  # contradictions come before what takes long
         log.info("engine loaded", seconds=round(time.monotonic() - started, 3))
         report = check_golden(engine, options.cache_dir, options.golden_cosine_min)
         if report is not None:
@@ -89,12 +101,21 @@ def start_engine(load: Callable[[], Engine], options: StartOptions, log: Logger)
                 cosine_min=report.cosine_min,
                 from_cache=report.from_cache,
             )
+        found = options.finder.find(engine) if options.finder is not None else None
+        limits = options.limits(engine.info.input_tokens_max, found.tokens if found else None)
         canary = _tokens(engine, GOLDEN_TEXTS[0])
         limits, samples = _warm_up(engine, canary, limits, log)
     except BaseException:
         engine.close()
         raise
-    return Started(engine=engine, canary=canary, limits=limits, pass_samples=samples)
+    return Started(
+        engine=engine,
+        canary=canary,
+        limits=limits,
+        pass_samples=samples,
+        target_source=found.source if found is not None else options.target_source,
+        found=found,
+    )
 
 
 def _tokens(engine: Engine, text: str) -> Tokens:

@@ -15,11 +15,11 @@ compile() {
         --output-file "$out/$file" "$@"
 }
 
-compile torch.txt --extra aggregator --extra torch --extra dev pyproject.toml
+compile torch.txt --extra aggregator --extra torch --extra plots --extra dev pyproject.toml
 # The torch engine under the transformers that SGLang pins, all else as above.
 [ -f "$out/torch-transformers-5.19.txt" ] || cp "$out/torch.txt" "$out/torch-transformers-5.19.txt"
 printf 'transformers==5.19.0\n' | compile torch-transformers-5.19.txt \
-    --extra aggregator --extra torch --extra dev pyproject.toml -
+    --extra aggregator --extra torch --extra plots --extra dev pyproject.toml -
 compile sglang.txt --extra sglang --extra dev pyproject.toml
 compile build.txt "$out/build.in"
 compile demo-model.txt --generate-hashes --no-deps "$out/demo-model.in"

@@ -16,9 +16,9 @@ environment=.venv
 compile=--compile-bytecode
 case $kind in
     run) extras=aggregator,torch ;;
-    dev) extras=aggregator,torch,dev ;;
+    dev) extras=aggregator,torch,plots,dev ;;
     transformers-5.19)
-        extras=aggregator,torch,dev
+        extras=aggregator,torch,plots,dev
         constraints=ops/constraints/torch-transformers-5.19.txt
         environment=.venv-transformers-5.19
         compile= # used once or twice

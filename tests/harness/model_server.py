@@ -12,6 +12,7 @@ import io
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -78,7 +79,12 @@ class GatedEngine(SimulatedEngine):
 class Running:
     """A server that serves, and the engine that it uses now."""
 
-    def __init__(self, settings: ModelServerSettings, options: SimulatedOptions) -> None:
+    def __init__(
+        self,
+        settings: ModelServerSettings,
+        options: SimulatedOptions,
+        cache_dir: Path | None = None,
+    ) -> None:
         self.log = io.StringIO()
         self.engines: list[GatedEngine] = []
         self._options = options
@@ -89,7 +95,7 @@ class Running:
             processors=[structlog.processors.JSONRenderer()],
             wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         )
-        self.server = ModelServer(settings, self._load, log=logger)
+        self.server = ModelServer(settings, self._load, log=logger, cache_dir=cache_dir)
 
     def _load(self) -> GatedEngine:
         options = self.next_options if self.engines and self.next_options else self._options
@@ -114,7 +120,11 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *, options: SimulatedOptions | None = None, wait: bool = True, **settings: Any
+    *,
+    options: SimulatedOptions | None = None,
+    wait: bool = True,
+    cache_dir: Path | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
     """A server with these settings, stopped at the end whatever happened."""
     simulated = options or SimulatedOptions(fixed_ms=0, slope_us_per_token=0)
@@ -125,7 +135,7 @@ async def serving(
         "batch_tokens_target": 64,
         **settings,
     }
-    running = Running(load_settings(options=given, environment={}), simulated)
+    running = Running(load_settings(options=given, environment={}), simulated, cache_dir)
     await running.server.start()
     try:
         if wait:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,7 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from model_server.core.lifecycle import Phase
-from model_server.engines.simulated import SimulatedOptions
+from model_server.core.saturation import Measured
+from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
+from model_server.profiling.store import profile_key, save_profile
 from model_server.server.process import ServeError
 from protos.embedding.v1 import embedding_service_pb2 as pb
 from tests.harness.model_server import (
@@ -148,6 +151,56 @@ async def test_a_warm_up_that_does_not_fit_lowers_the_maximum() -> None:
         info = await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest())
         assert (info.batch_tokens_target, info.batch_tokens_max) == (64, 128)
         assert "maximum lowered" in server.log.getvalue()
+
+
+async def test_a_stored_profile_decides_the_target_and_is_told(tmp_path: Path) -> None:
+    fast = SimulatedOptions(fixed_ms=0, slope_us_per_token=0)
+    tokens = (8, 16, 32, 64, 128, 256, 512)
+    curve = Measured(tokens=tokens, rounds_ms=(tuple(5.0 + size / 10 for size in tokens),))
+    save_profile(tmp_path, profile_key(SimulatedEngine(fast).info), curve)
+    given: dict[str, Any] = {"options": fast, "cache_dir": tmp_path, "batch_tokens_target": None}
+    async with serving(**given) as server, server.channel() as channel:
+        info = await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert (info.batch_tokens_target, info.batch_tokens_target_source) == (256, "profile")
+        assert [(point.tokens, point.pass_ms) for point in info.curve] == list(
+            zip(tokens, curve.rounds_ms[0], strict=True)
+        )
+        async with Stream(channel) as stream:
+            assert stream.states[0].batch_tokens_target == 256
+            assert stream.states[0].window_tokens == 512
+    async with serving(**given, pass_ms_max=12.0) as server, server.channel() as channel:
+        info = await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert info.batch_tokens_target == 64
+    async with serving(**{**given, "batch_tokens_target": 99}) as server:
+        async with server.channel() as channel:
+            info = await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert (info.batch_tokens_target, info.batch_tokens_target_source) == (99, "setting")
+        assert not info.curve
+
+
+async def test_without_a_profile_one_is_measured_at_start() -> None:
+    given: dict[str, Any] = {"batch_tokens_target": None, "profile_ms_max": 30_000}
+    async with serving(**given) as server, server.channel() as channel:
+        info = await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert info.batch_tokens_target_source == "quick profile"
+        sizes = [point.tokens for point in info.curve]
+        assert len(sizes) >= 5
+        assert sizes == sorted(sizes)
+        assert info.batch_tokens_target in sizes
+        times = [point.pass_ms for point in info.curve]
+        assert times == sorted(times)
+        # An engine that dies is measured no second time.
+        passes = len(server.engine.passes)
+        server.next_options = SimulatedOptions(fixed_ms=0, slope_us_per_token=0)
+        engine = server.engine
+        engine.close()
+        lost = await stub_of(channel).Embed(pb.EmbedRequest(inputs=[pb.Input(text="a")]))
+        assert reasons(lost.outputs[0].status)[0] == "ENGINE_DIED"
+        await eventually(lambda: server.engine is not engine)
+        await server.until(Phase.SERVING)
+        assert len(server.engine.passes) < passes / 2
+        again = await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert again.batch_tokens_target == info.batch_tokens_target
 
 
 async def test_model_info(channel: grpc.aio.Channel) -> None:

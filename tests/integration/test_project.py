@@ -185,7 +185,11 @@ def test_no_registry_is_named(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
-    [("aggregator", ("aggregator",)), ("model_server", ("torch", "sglang")), ("protos", ())],
+    [
+        ("aggregator", ("aggregator",)),
+        ("model_server", ("torch", "sglang", "plots")),
+        ("protos", ()),
+    ],
 )
 def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     """Nothing is used that only happens to be installed by something else."""

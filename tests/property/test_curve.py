@@ -237,7 +237,7 @@ def test_a_cpu_has_no_flat_part_and_its_target_is_not_ten_tokens(seed: int) -> N
     found = saturation(machine(cpu, GRID, 0.03, seed), FAR, splitmix(seed))
     assert found.knee_tokens is None
     true = implied_target(cpu, FAR, tokens_min=GRID[0], tokens_max=GRID[-1]).tokens
-    assert true / 1.3 <= found.target.tokens <= true * 1.3
+    assert true / 1.6 <= found.target.tokens <= true * 1.6
     assert found.target_low <= found.target.tokens <= found.target_high
 
 

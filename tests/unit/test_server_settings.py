@@ -41,6 +41,23 @@ def test_defaults() -> None:
     assert (torch.target, torch.served_name) == (256, "some-model")
 
 
+def test_a_target_that_is_set_is_the_target() -> None:
+    settings = load(BATCH_TOKENS_TARGET="77")
+    assert (settings.target, settings.target_source) == (77, "setting")
+
+
+def test_a_default_target_keeps_to_the_maximum() -> None:
+    assert load(BATCH_TOKENS_MAX="550").target == 550
+
+
+def test_a_simulated_engine_is_not_profiled_at_start_unless_asked() -> None:
+    assert load().quick_profile_ms_max == 0
+    assert load(PROFILE_MS_MAX="500").quick_profile_ms_max == 500
+    torch = load(ENGINE="torch", MODEL="m")
+    assert torch.quick_profile_ms_max > 0
+    assert load(ENGINE="torch", MODEL="m", PROFILE_MS_MAX="0").quick_profile_ms_max == 0
+
+
 def test_options_go_over_variables_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text(
@@ -87,7 +104,13 @@ def test_tables_and_lists_in_variables() -> None:
         ({"GRPC_LISTEN": "50051"}, "HOST:PORT"),
         ({"METRICS_LISTEN": "localhost"}, "metrics_listen"),
         ({"ENGINE": "torch"}, "model is required"),
-        ({"BATCH_TOKENS_MAX": "599"}, "batch_tokens_max must be at least batch_tokens_target"),
+        (
+            {"BATCH_TOKENS_TARGET": "600", "BATCH_TOKENS_MAX": "599"},
+            "batch_tokens_max must be at least batch_tokens_target",
+        ),
+        ({"PASS_MS_MAX": "0"}, "pass_ms_max"),
+        ({"LATENCY_SLACK_RATIO": "-0.1"}, "latency_slack_ratio"),
+        ({"PROFILE_MS_MAX": "-1"}, "profile_ms_max"),
         (
             {"BATCH_TOKENS_TARGET": "100", "BATCH_TOKENS_MAX": "511"},
             "must hold one input of input_tokens_max",

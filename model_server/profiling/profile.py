@@ -1,0 +1,133 @@
+"""A whole profile: a measured curve with what it was measured on, and what follows from it.
+
+Owns the JSON form, which holds every measured time, so that tables and plots can be made of it on
+another machine. Invariant: reading what was written gives the same profile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from model_server.core.saturation import (
+    Measured,
+    Saturation,
+    TargetOptions,
+    saturation,
+    splitmix,
+)
+from model_server.profiling.store import ProfileKey, measured_of
+
+_FORMAT: Final = 1
+_SEED: Final = 20_261_130
+
+
+class ProfileError(Exception):
+    """What was read is no profile; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What was measured, on what, and what it is held against.
+
+    `texts` and `pass_flops` have one entry a size; `pass_flops` and `peak_flops` (a second) are
+    None where they are not known, with the reason in `flops_unknown`.
+    """
+
+    model: str
+    key: ProfileKey
+    measured: Measured
+    options: TargetOptions
+    texts: tuple[int, ...]
+    pass_flops: tuple[float, ...] | None = None
+    peak_flops: float | None = None
+    peak_source: str = ""
+    flops_unknown: str = ""
+
+    def read(self) -> Saturation:
+        """The curve, the target and its interval; the same each time."""
+        return saturation(self.measured, self.options, splitmix(_SEED))
+
+    def mfu(self, pass_ms: Sequence[float]) -> list[float] | None:
+        """Model FLOPs utilisation: what passes of these times did, over what the machine can do."""
+        if self.pass_flops is None or self.peak_flops is None:
+            return None
+        return [
+            flops / (time_ms / 1e3) / self.peak_flops
+            for flops, time_ms in zip(self.pass_flops, pass_ms, strict=True)
+        ]
+
+
+def as_json(profile: Profile) -> str:
+    """For `--json`: what was measured, and what was read out of it."""
+    curve = profile.read()
+    pass_ms = [point.pass_ms for point in curve.points]
+    mfu = profile.mfu(pass_ms)
+    kept: dict[str, Any] = {
+        "format": _FORMAT,
+        "model": profile.model,
+        "key": asdict(profile.key),
+        "options": asdict(profile.options),
+        "target_tokens": curve.target.tokens,
+        "target_rule": str(curve.target.rule),
+        "target_interval_tokens": [curve.target_low, curve.target_high],
+        "knee_tokens": curve.knee_tokens,
+        "fit": asdict(curve.fit),
+        "line": asdict(curve.line),
+        "peak_flops": profile.peak_flops,
+        "peak_source": profile.peak_source,
+        "flops_unknown": profile.flops_unknown,
+        "points": [
+            {
+                "tokens": point.tokens,
+                "pass_ms": point.pass_ms,
+                "tokens_per_s": point.tokens_per_ms * 1e3,
+                "mfu": mfu[index] if mfu is not None else None,
+            }
+            for index, point in enumerate(curve.points)
+        ],
+        "texts": profile.texts,
+        "pass_flops": profile.pass_flops,
+        "tokens": profile.measured.tokens,
+        "rounds_ms": profile.measured.rounds_ms,
+    }
+    return json.dumps(kept, indent=1)
+
+
+def from_json(text: str) -> Profile:
+    """What `as_json` wrote; figures that follow from the measured ones are made anew.
+
+    Raises:
+        ProfileError: it is not that.
+    """
+    try:
+        kept = json.loads(text)
+        if not isinstance(kept, dict) or kept.get("format") != _FORMAT:
+            raise ProfileError(f"not a profile of format {_FORMAT}")
+        measured = measured_of(kept)
+        if measured is None:
+            raise ProfileError("it holds no whole curve")
+        flops = kept["pass_flops"]
+        profile = Profile(
+            model=kept["model"],
+            key=ProfileKey(**_known(kept["key"], ProfileKey)),
+            measured=measured,
+            options=TargetOptions(**_known(kept["options"], TargetOptions)),
+            texts=tuple(kept["texts"]),
+            pass_flops=None if flops is None else tuple(flops),
+            peak_flops=kept["peak_flops"],
+            peak_source=kept["peak_source"],
+            flops_unknown=kept["flops_unknown"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProfileError(f"not a profile: {error}") from error
+    sizes = len(measured.tokens)
+    if len(profile.texts) != sizes or len(profile.pass_flops or profile.texts) != sizes:
+        raise ProfileError("its columns are of different lengths")
+    return profile
+
+
+def _known(table: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    return {name: table[name] for name in kind.__dataclass_fields__}

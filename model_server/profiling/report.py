@@ -1,0 +1,105 @@
+"""A profile for people: a table and the sentences that follow from it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from model_server.core.curve import KNEE_POINTS_MIN, KNEE_SPAN_MIN, Fit
+from model_server.core.saturation import Saturation, TargetRule
+from model_server.profiling.profile import Profile
+
+_FLAT_RATIO = 1.1
+"""A curve that rises by less over its whole range is flat."""
+
+
+def show_profile(profile: Profile, console: Console) -> None:
+    """Print the table and what it says."""
+    curve = profile.read()
+    key = profile.key
+    console.print(
+        f"{profile.model} · engine {key.engine} · {key.precision} · {key.device} · {key.machine}",
+        highlight=False,
+    )
+    console.print(_table(profile, curve))
+    for line in sentences(profile, curve):
+        console.print(line, highlight=False)
+
+
+def _table(profile: Profile, curve: Saturation) -> Table:
+    table = Table()
+    for column in ("tokens", "texts", "pass ms", "fastest", "slowest", "tokens/s", "MFU", ""):
+        table.add_column(column, justify="left" if column == "" else "right")
+    pass_ms = [point.pass_ms for point in curve.points]
+    mfu = profile.mfu(pass_ms)
+    times = list(zip(*profile.measured.rounds_ms, strict=True))
+    for index, point in enumerate(curve.points):
+        is_target = point.tokens == curve.target.tokens
+        table.add_row(
+            f"{point.tokens:.0f}",
+            str(profile.texts[index]),
+            f"{curve.medians[index].pass_ms:.2f}",
+            f"{min(times[index]):.2f}",
+            f"{max(times[index]):.2f}",
+            f"{point.tokens_per_ms * 1e3:,.0f}",
+            f"{mfu[index]:.1%}" if mfu is not None else "-",
+            "target" if is_target else "",
+            style="bold" if is_target else None,
+        )
+    return table
+
+
+def sentences(profile: Profile, curve: Saturation) -> list[str]:
+    """What the table says, a line each."""
+    rounds = len(profile.measured.rounds_ms)
+    lines = [
+        f"{rounds} rounds over {len(curve.points)} sizes in mixed order. Pass ms is the median.",
+        f"Fit: {formula(curve.fit)}.",
+        _knee(curve),
+    ]
+    interval = f"95% interval {curve.target_low} to {curve.target_high}"
+    lines.append(f"Target: {curve.target.tokens} tokens ({interval}): {_why(profile, curve)}.")
+    largest = int(curve.points[-1].tokens)
+    if curve.points[-1].tokens_per_ms == max(p.tokens_per_ms for p in curve.points):
+        lines.append(
+            f"Throughput is best at the largest size measured ({largest} tokens): passes beyond it "
+            "may do better."
+        )
+    if profile.peak_flops is not None:
+        lines.append(f"Peak: {flops_text(profile.peak_flops)}, {profile.peak_source}.")
+    else:
+        lines.append(f"MFU is not known: {profile.flops_unknown}.")
+    return lines
+
+
+def formula(fit: Fit) -> str:
+    """The curve as people write it."""
+    sign = "-" if fit.fixed_ms < 0 else ""
+    line = f"{sign}{abs(fit.fixed_ms):.2f} ms + {fit.slope_ms * 1e3:.2f} us x tokens"
+    return line if fit.flat_ms is None else f"max({fit.flat_ms:.2f} ms, {line})"
+
+
+def flops_text(flops: float) -> str:
+    """Operations a second, for people."""
+    return f"{flops / 1e9:.0f} GFLOP/s" if flops < 1e12 else f"{flops / 1e12:.3g} TFLOP/s"
+
+
+def _knee(curve: Saturation) -> str:
+    first, last = curve.points[0].tokens, curve.points[-1].tokens
+    if curve.fit.pass_ms(last) <= _FLAT_RATIO * curve.fit.pass_ms(first):
+        return "Flat as far as was measured: the saturation knee lies beyond."
+    if curve.knee_tokens is None:
+        return (
+            f"No saturation knee: this machine has no flat part of at least {KNEE_POINTS_MIN} "
+            f"measured sizes and a factor of {KNEE_SPAN_MIN:g} in tokens."
+        )
+    return f"Saturation knee: {curve.knee_tokens:.0f} tokens."
+
+
+def _why(profile: Profile, curve: Saturation) -> str:
+    if curve.target.rule is TargetRule.LIMIT:
+        return f"the largest whose pass takes at most {profile.options.pass_ms_max:g} ms"
+    if curve.target.rule is TargetRule.LATENCY_SLACK:
+        slack = profile.options.latency_slack_ratio or 0.0
+        return f"the largest whose pass takes at most {1 + slack:.3g} times the flat latency"
+    return "the smallest with at least 90% of the best throughput"
