@@ -8,10 +8,11 @@ whatever the older one reports afterwards moves nothing back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from aggregator.core.effects import Commit, CommitOffset
 from aggregator.core.partitions import Ledger
+from aggregator.core.query import Query
 
 
 class Commits:
@@ -42,10 +43,12 @@ class Commits:
             return False
         return self._urgent or now_ns - self._last_ns >= self._interval_ns
 
-    def made(self, now_ns: int) -> None:
-        """The commit that was due is being made: the next one is an interval away."""
-        self._moved = self._urgent = False
-        self._last_ns = now_ns
+    def closing(self, _ledgers: Sequence[Ledger]) -> None:
+        """These are being given up: they get a commit of their own at the end."""
+
+    def finished(self, ledger: Ledger) -> bool:
+        """Whether nothing more is to be waited for before that commit."""
+        return not ledger.unsettled
 
     def wake_at(self) -> int | None:
         """When the next one is due; None: not known yet."""
@@ -53,12 +56,19 @@ class Commits:
             return None
         return self._last_ns + self._interval_ns
 
-    def begin(self, ledgers: Iterable[Ledger], *, synchronous: bool) -> Commit | None:
-        """A commit of the watermarks that are not yet committed; None if there are none."""
+    def begin(self, ledgers: Iterable[Ledger], *, synchronous: bool, now_ns: int) -> Commit | None:
+        """A commit of the watermarks that are not yet committed; None if there are none.
+
+        Of partitions being given up only the synchronous one; after one that was due the next is an
+        interval away.
+        """
+        if not synchronous:
+            self._moved = self._urgent = False
+            self._last_ns = now_ns
         entries = [
             (ledger, watermark, ledger.settled)
             for ledger in ledgers
-            if (watermark := ledger.to_commit) is not None
+            if (synchronous or not ledger.closed) and (watermark := ledger.to_commit) is not None
         ]
         if not entries:
             return None
@@ -72,17 +82,19 @@ class Commits:
         ]
         return Commit(commit_id=commit_id, offsets=offsets, synchronous=synchronous)
 
-    def done(self, commit_id: int) -> None:
-        """It ended well."""
+    def done(self, commit_id: int) -> Sequence[Query]:
+        """It ended well; what it holds was settled before it began."""
         for ledger, offset, settled in self._under_way.pop(commit_id, ()):
             # A synchronous commit may have overtaken this one.
             if ledger.committed_offset is None or offset > ledger.committed_offset:
                 ledger.committed_offset = offset
                 ledger.committed = settled
         self._ended(commit_id)
+        return ()
 
-    def failed(self, commit_id: int) -> None:
-        """It did not: what it held is still to be committed."""
+    def failed(self, commit_id: int, *, message: str, now_ns: int) -> None:
+        """It did not: what it held is still to be committed, at once, whatever the reason."""
+        del message, now_ns
         self._under_way.pop(commit_id, None)
         self._moved = True
         self._ended(commit_id)

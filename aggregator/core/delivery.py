@@ -13,19 +13,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aggregator.core.effects import ErrorRow, Form, LetterRow, VectorRows, Write
-from aggregator.core.failures import Code, Failure, Reason
-from aggregator.core.query import ABANDONED, WRITING, Query, VectorGroup
-
-RECORD_OVERHEAD_BYTES = 1024
-"""What a result in the producer's queue is reckoned to hold besides its vector: headers, key,
-names, librdkafka's and our bookkeeping. Generous on purpose: it bounds memory."""
+from aggregator.core.effects import ErrorRow, Halt, LetterRow, VectorRows, Write
+from aggregator.core.forms import (
+    RECORD_OVERHEAD_BYTES,
+    TOGETHER,
+    TOO_LARGE,
+    error_row,
+    letter_bytes,
+    letter_row,
+    next_letter_step,
+    next_step,
+    too_large,
+    vector_row,
+)
+from aggregator.core.query import ABANDONED, WRITING, Query
 
 PROBE_PAUSE_NS_MIN = 250_000_000
 PROBE_PAUSE_NS_MAX = 5_000_000_000
-
-# Steps of a result: together with others, alone, as the error RESULT_TOO_LARGE, that one bare.
-_TOGETHER, _ALONE, _TOO_LARGE, _BARE = range(4)
 
 
 @dataclass(slots=True)
@@ -81,7 +85,7 @@ class Delivery:
         self._write.errors.append(ErrorRow(query=query))
         if failure.dead_letter:
             query.writes_pending = 2
-            self.unconfirmed_bytes += _letter_bytes(query)
+            self.unconfirmed_bytes += letter_bytes(query)
             self._write.letters.append(LetterRow(query=query))
 
     def take(self) -> Write | None:
@@ -105,7 +109,7 @@ class Delivery:
                 query.group = None
             query.writes_pending -= 1
         for query in letters:
-            unconfirmed_bytes += _letter_bytes(query)
+            unconfirmed_bytes += letter_bytes(query)
             query.writes_pending -= 1
         self.unconfirmed_bytes -= unconfirmed_bytes
         if results and self._results.failing_since_ns is not None:
@@ -121,13 +125,13 @@ class Delivery:
             if query.phase == ABANDONED:
                 self._forget_result(query)
             else:
-                query.write_step = _next_step(query, alone=alone)
+                query.write_step = next_step(query, alone=alone)
                 self._send_result(query, message)
         for query in letters:
             if query.phase == ABANDONED:
-                self.unconfirmed_bytes -= _letter_bytes(query)
+                self.unconfirmed_bytes -= letter_bytes(query)
             else:
-                query.letter_step = min(query.letter_step + 1, 2) if alone else _ALONE
+                query.letter_step = next_letter_step(query, alone=alone)
                 self._send_letter(query)
 
     def topic_failed(
@@ -149,16 +153,16 @@ class Delivery:
                 elif topic is self._results:
                     self._forget_result(query)
                 else:
-                    self.unconfirmed_bytes -= _letter_bytes(query)
+                    self.unconfirmed_bytes -= letter_bytes(query)
 
-    def forget_abandoned(self) -> None:
+    def forget(self, _abandoned: Sequence[Query]) -> None:
         """Let go of held records whose epoch is over: no report will come for them."""
         for query in self._results.held:
             if query.phase == ABANDONED:
                 self._forget_result(query)
         for query in self._letters.held:
             if query.phase == ABANDONED:
-                self.unconfirmed_bytes -= _letter_bytes(query)
+                self.unconfirmed_bytes -= letter_bytes(query)
         for topic in (self._results, self._letters):
             topic.held = [query for query in topic.held if query.phase != ABANDONED]
 
@@ -171,7 +175,15 @@ class Delivery:
             self._results.failing_since_ns is not None or self._letters.failing_since_ns is not None
         )
 
-    def probe(self, now_ns: int) -> None:
+    def tend(self, now_ns: int) -> Halt | None:
+        """Probe the failing topics; return how to end if one has failed for too long."""
+        if not self.failing:
+            return None
+        self._probe(now_ns)
+        message = self._outage(now_ns)
+        return None if message is None else Halt(exit_code=1, message=message)
+
+    def _probe(self, now_ns: int) -> None:
         """Send one held record of each failing topic whose pause is over."""
         for topic in (self._results, self._letters):
             if topic.failing_since_ns is None or now_ns < topic.probe_at_ns:
@@ -184,7 +196,7 @@ class Delivery:
             elif not topic.probing:  # all that it failed were abandoned: nothing is known of it
                 topic.failing_since_ns = None
 
-    def outage(self, now_ns: int) -> str | None:
+    def _outage(self, now_ns: int) -> str | None:
         """The one clear line if a topic has failed for too long."""
         for topic in (self._results, self._letters):
             since_ns = topic.failing_since_ns
@@ -196,7 +208,7 @@ class Delivery:
         return None
 
     def wake_at(self) -> int | None:
-        """When `probe` or `outage` has something to say next."""
+        """When `tend` has something to do next."""
         times = [
             min(topic.probe_at_ns, topic.failing_since_ns + self._outage_ns_max)
             for topic in (self._results, self._letters)
@@ -220,59 +232,23 @@ class Delivery:
     # Forms ---------------------------------------------------------------------------------------
 
     def _send_result(self, query: Query, message: str) -> None:
-        alone = query.write_step > _TOGETHER
         group = query.group
-        if query.write_step >= _TOO_LARGE and group is not None:
+        if query.write_step >= TOO_LARGE and group is not None:
             self.unconfirmed_bytes -= group.stride
             query.group = None
-            query.failure = _too_large(message)
+            query.failure = too_large(message)
             group = None
         if group is not None:
-            self._write.vectors.append(_row(query, group, alone=alone))
-            return
-        form = Form.BARE if query.write_step == _BARE else Form.FULL
-        self._write.errors.append(ErrorRow(query=query, form=form, alone=alone))
+            alone = query.write_step > TOGETHER
+            self._write.vectors.append(vector_row(query, group, alone=alone))
+        else:
+            self._write.errors.append(error_row(query))
 
     def _send_letter(self, query: Query) -> None:
-        form = Form.BARE if query.letter_step > _ALONE else Form.FULL
-        alone = query.letter_step > _TOGETHER
-        self._write.letters.append(LetterRow(query=query, form=form, alone=alone))
+        self._write.letters.append(letter_row(query))
 
     def _forget_result(self, query: Query) -> None:
         self.unconfirmed_bytes -= RECORD_OVERHEAD_BYTES
         if query.group is not None:
             self.unconfirmed_bytes -= query.group.stride
             query.group = None
-
-
-def _next_step(query: Query, *, alone: bool) -> int:
-    """The step after a failure: an error result has no smaller form but the bare one."""
-    if not alone:
-        return max(query.write_step, _ALONE)
-    if query.group is None and query.write_step < _TOO_LARGE:
-        return _BARE
-    return min(query.write_step + 1, _BARE)
-
-
-def _row(query: Query, group: VectorGroup, *, alone: bool) -> VectorRows:
-    return VectorRows(
-        queries=[query],
-        group=group,
-        rows=[query.row],
-        model_revision=query.model_revision,
-        inference_us=query.inference_us,
-        answered_ns=query.answered_ns,
-        alone=alone,
-    )
-
-
-def _letter_bytes(query: Query) -> int:
-    return RECORD_OVERHEAD_BYTES + query.size_bytes
-
-
-def _too_large(message: str) -> Failure:
-    return Failure(
-        code=Code.OUT_OF_RANGE,
-        reason=Reason.RESULT_TOO_LARGE,
-        message=f"the result was refused by its topic: {message}",
-    )

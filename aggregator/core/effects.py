@@ -107,6 +107,26 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommitTransaction:
+    """Write these records and commit these offsets as one transaction: all of it or nothing.
+
+    Ends with one `CommitDone`, or one `CommitFailed` after an abort; what was refused of it is told
+    by `WritesFailed` before that. It is not begun when a record is known to be too large.
+    """
+
+    commit_id: int
+    write: Write
+    offsets: Sequence[CommitOffset]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortTransaction:
+    """Abort the transaction of this id if its commit has not begun; it ends as it would anyway."""
+
+    commit_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
     """Stop fetching these partitions."""
 
@@ -146,12 +166,27 @@ class Halt:
     """Leave the group and end the process.
 
     `message` is the one clear line; `exit_code` is 0 after a drain. `abandoned` counts the queries
-    that the drain's deadline cut off.
+    that the drain's deadline cut off. `at_once`: no rebalance callback may return any more, so the
+    group is not left and nothing is waited for.
     """
 
     exit_code: int
     message: str
     abandoned: int = 0
+    at_once: bool = False
 
 
-Effect = Dispatch | Cancel | Write | Commit | Pause | Resume | Release | WakeAt | StopPolling | Halt
+Effect = (
+    Dispatch
+    | Cancel
+    | Write
+    | Commit
+    | CommitTransaction
+    | AbortTransaction
+    | Pause
+    | Resume
+    | Release
+    | WakeAt
+    | StopPolling
+    | Halt
+)

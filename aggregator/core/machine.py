@@ -37,6 +37,7 @@ from aggregator.core.effects import (
 )
 from aggregator.core.partitions import Ledger
 from aggregator.core.query import ABANDONED, SETTLED, WRITING, Query, TopicPartition
+from aggregator.core.transactions import TransactionOptions, Transactions
 
 COMMIT_RETRY_NS = 50_000_000
 """A drain's commit that a rebalance refused is tried again after this."""
@@ -44,7 +45,10 @@ COMMIT_RETRY_NS = 50_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorOptions:
-    """Limits and delays; `models` has one entry per served name."""
+    """Limits and delays; `models` has one entry per served name.
+
+    With `transactions` delivery is exactly once, without it at least once.
+    """
 
     models: Mapping[str, DispatchOptions]
     window_records_max: int = 10_000
@@ -55,6 +59,7 @@ class AggregatorOptions:
     drain_commit_ns_max: int = 1_000_000_000
     """A drain's last commit that is under way at its deadline is waited for this much longer."""
     sink_outage_ns_max: int = 300_000_000_000
+    transactions: TransactionOptions | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,10 +100,21 @@ class Aggregator:
             name: Dispatcher(model, claim_ids) for name, model in options.models.items()
         }
         self._ledgers: dict[TopicPartition, Ledger] = {}
-        self._delivery = Delivery(outage_ns_max=options.sink_outage_ns_max)
-        self._commits = Commits(
-            interval_ns=options.commit_interval_ns, window_records_max=options.window_records_max
-        )
+        self._delivery: Delivery | Transactions
+        self._commits: Commits | Transactions
+        if options.transactions is not None:
+            self._delivery = self._commits = Transactions(
+                options.transactions,
+                self._ledgers,
+                interval_ns=options.commit_interval_ns,
+                outage_ns_max=options.sink_outage_ns_max,
+            )
+        else:
+            self._delivery = Delivery(outage_ns_max=options.sink_outage_ns_max)
+            self._commits = Commits(
+                interval_ns=options.commit_interval_ns,
+                window_records_max=options.window_records_max,
+            )
         self._rendezvous: list[_Rendezvous] = []
         self._query_bytes = 0
         self._all_paused = False
@@ -233,10 +249,14 @@ class Aggregator:
 
     def _writes_durable(self, event: ev.WritesDurable, _now_ns: int) -> None:
         self._delivery.durable(event.results, event.letters)
+        self._settle(itertools.chain(event.results, event.letters))
+
+    def _settle(self, queries: Iterable[Query]) -> None:
+        """End those of which everything is durable; move the watermarks."""
         moved: set[TopicPartition] = set()
         tp: TopicPartition | None = None
         size_bytes = 0
-        for query in itertools.chain(event.results, event.letters):
+        for query in queries:
             if query.phase == WRITING and query.writes_pending == 0:
                 query.phase = SETTLED
                 # It may stay in its ledger behind an unsettled one: without what is accounted for.
@@ -268,21 +288,21 @@ class Aggregator:
 
     # Commits -------------------------------------------------------------------------------------
 
-    def _commit(self, ledgers: Iterable[Ledger], *, synchronous: bool) -> int:
+    def _commit(self, ledgers: Iterable[Ledger], *, synchronous: bool, now_ns: int) -> int:
         """Ask for a commit of what these have to commit; return its id, 0: there is nothing."""
-        commit = self._commits.begin(ledgers, synchronous=synchronous)
+        commit = self._commits.begin(ledgers, synchronous=synchronous, now_ns=now_ns)
         if commit is None:
             return 0
         self._effects.append(commit)
         return commit.commit_id
 
     def _commit_done(self, event: ev.CommitDone, _now_ns: int) -> None:
-        self._commits.done(event.commit_id)
+        self._settle(self._commits.done(event.commit_id))
         self._windows_moved = True
         self._commit_ended(event.commit_id)
 
     def _commit_failed(self, event: ev.CommitFailed, now_ns: int) -> None:
-        self._commits.failed(event.commit_id)
+        self._commits.failed(event.commit_id, message=event.message, now_ns=now_ns)
         for rendezvous in self._rendezvous if event.retryable else ():
             # Not that of a revoke: no rebalance goes on before its callback returns.
             drain = rendezvous.revoke_id is None and rendezvous.commit_id == event.commit_id
@@ -297,9 +317,7 @@ class Aggregator:
 
     def _commit_if_due(self, now_ns: int) -> None:
         if self._commits.due(now_ns):
-            self._commits.made(now_ns)
-            ledgers = [ledger for ledger in self._ledgers.values() if not ledger.closed]
-            self._commit(ledgers, synchronous=False)
+            self._commit(self._ledgers.values(), synchronous=False, now_ns=now_ns)
 
     # Rebalances and the drain --------------------------------------------------------------------
 
@@ -348,6 +366,7 @@ class Aggregator:
         self._rendezvous.append(rendezvous)
         dropped = [query for ledger in rendezvous.ledgers for query in ledger.close()]
         self._forget(dropped)
+        self._commits.closing(rendezvous.ledgers)
 
     def _advance_rendezvous(self, now_ns: int) -> None:
         for rendezvous in list(self._rendezvous):
@@ -358,14 +377,14 @@ class Aggregator:
                 continue
             if now_ns < rendezvous.commit_at_ns:
                 continue
-            unfinished = any(ledger.unsettled for ledger in rendezvous.ledgers)
-            if unfinished and now_ns < rendezvous.deadline_ns:
+            finished = all(map(self._commits.finished, rendezvous.ledgers))
+            if not finished and now_ns < rendezvous.deadline_ns:
                 continue
             for ledger in rendezvous.ledgers:
                 abandoned = ledger.abandon()
                 rendezvous.abandoned += len(abandoned)
                 self._forget(abandoned)
-            rendezvous.commit_id = self._commit(rendezvous.ledgers, synchronous=True)
+            rendezvous.commit_id = self._commit(rendezvous.ledgers, synchronous=True, now_ns=now_ns)
             if not rendezvous.commit_id:
                 self._part(rendezvous)
 
@@ -401,7 +420,7 @@ class Aggregator:
         for dispatcher in self.dispatchers.values():
             dispatcher.remove(lambda query: query.phase == ABANDONED)
         self._touched.update(self.dispatchers)
-        self._delivery.forget_abandoned()
+        self._delivery.forget(abandoned)
 
     # The end -------------------------------------------------------------------------------------
 
@@ -420,12 +439,10 @@ class Aggregator:
 
     def _advance(self, now_ns: int) -> None:
         """Let everything that time or the event made possible happen."""
-        if self._delivery.failing:
-            self._delivery.probe(now_ns)
-            outage = self._delivery.outage(now_ns)
-            if outage is not None:
-                self._halt(Halt(exit_code=1, message=outage))
-                return
+        halt = self._delivery.tend(now_ns)
+        if halt is not None:
+            self._halt(halt)
+            return
         if self._touched:
             self._dispatch(now_ns)
         write = self._delivery.take()

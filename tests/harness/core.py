@@ -156,9 +156,16 @@ class Bench:
         )
 
     def answer(
-        self, claim: fx.Dispatch, *, indexes: Sequence[int] | None = None
+        self,
+        claim: fx.Dispatch,
+        *,
+        indexes: Sequence[int] | None = None,
+        last: bool | None = None,
     ) -> list[fx.Effect]:
-        """The server answers a claim with vectors (all of it unless `indexes` are given)."""
+        """The server answers a claim with vectors (all of it unless `indexes` are given).
+
+        `last`: whether it is the last answer; not given: if it answers the whole claim.
+        """
         every = range(len(claim.queries))
         indexes = list(every) if indexes is None else indexes
         group = VectorGroup(
@@ -172,7 +179,7 @@ class Bench:
         answer = Answer(
             claim_id=claim.claim_id,
             groups=[group],
-            last=len(indexes) == len(claim.queries),
+            last=len(indexes) == len(claim.queries) if last is None else last,
             inference_us=1000,
         )
         return self.feed(ev.ClaimAnswered(model=MODEL, server=claim.server, answer=answer))
