@@ -37,14 +37,15 @@ def configure_logs(
     Args:
         log_format: One JSON object a line, or coloured columns when a terminal is attached.
         level: One of LEVELS; what is below it costs next to nothing.
-        stream: Where to; standard error when absent.
+        stream: Where to; standard error when absent. Must be a text layer over a binary file.
     """
     out = stream or sys.stderr
     shared: list[Processor] = [structlog.processors.add_log_level]
     factory: Any
     if log_format == "json":
         shared.append(_json_line)
-        factory = structlog.WriteLoggerFactory(file=out)
+        # Bytes to the file beneath the text: there is a line for each claim.
+        factory = structlog.BytesLoggerFactory(file=out.buffer)
     else:
         shared.append(structlog.processors.TimeStamper(fmt="iso", utc=True))
         shared.append(structlog.dev.ConsoleRenderer(colors=out.isatty()))
@@ -59,12 +60,12 @@ def configure_logs(
     return logger
 
 
-def _json_line(logger: Any, method: str, event: EventDict) -> str:
+def _json_line(logger: Any, method: str, event: EventDict) -> bytes:
     """In one step, since there is a line for each claim: the time, a traceback if any, the JSON."""
     event["timestamp"] = datetime.now(UTC).replace(tzinfo=None).isoformat("T", "microseconds") + "Z"
     if "exc_info" in event:
         event = structlog.processors.format_exc_info(logger, method, event)
-    return orjson.dumps(event, default=repr).decode()
+    return orjson.dumps(event, default=repr)
 
 
 def librdkafka_logger(log: Logger) -> logging.Logger:

@@ -88,9 +88,11 @@ def test_label_values_outside_their_set_are_counted_together() -> None:
 
 
 def test_logs_are_json_lines() -> None:
-    out = io.StringIO()
-    configure_logs("json", "info", stream=out).info("claim", claim_id=7)
-    line = json.loads(out.getvalue())
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    configure_logs("json", "info", stream=out).info("claim", claim_id=7, reason="Größe")
+    out.seek(0)
+    line = json.loads(out.read())
+    assert line["reason"] == "Größe"
     assert (line["event"], line["claim_id"], line["level"]) == ("claim", 7, "info")
 
 
