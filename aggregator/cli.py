@@ -20,6 +20,7 @@ COMMANDS = {
     "send": "Send queries and print their results.",
     "tail": "Print results as they come.",
     "topics": "Create the topics.",
+    "dlq": "List dead letters and send them again.",
 }
 """Commands and what they are for: `aggregator.commands.<name>` holds a click command <name>."""
 

@@ -151,6 +151,8 @@ class AggregatorSettings(BaseSettings):
     drain_deadline_ms: Positive = 20_000
     """From SIGTERM to the exit, but for 3 s for the last commit and for what does not answer."""
     sink_outage_ms_max: Positive = 300_000
+    replay_attempts_max: Positive = 3
+    """Dead letters replayed so often are refused by `aggregator dlq replay`."""
 
     # Dispatch.
     attempts_max: Positive = 5

@@ -1,8 +1,8 @@
 """The topics as a user's program sees them: queries in, results out.
 
-What `send`, `tail` and `demo` share. Written straight on the client library, without any of the
-aggregator's own adapters, so that it also shows how a producer and a consumer look. Every call on
-one object comes from one thread. Knows nothing of what a record holds.
+What `send`, `tail`, `dlq` and `demo` share. Written straight on the client library, without any of
+the aggregator's own adapters, so that it also shows how a producer and a consumer look. Every call
+on one object comes from one thread. Knows nothing of what a record holds.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from confluent_kafka import (
 )
 
 READ_RECORDS_MAX = 1_000
-_METADATA_TIMEOUT_S = 5.0
-_QUIET = logging.getLogger("aggregator.commands.librdkafka")
-_QUIET.addHandler(logging.NullHandler())
-_QUIET.propagate = False
+METADATA_TIMEOUT_S = 5.0
+QUIET = logging.getLogger("aggregator.commands.librdkafka")
+QUIET.addHandler(logging.NullHandler())
+QUIET.propagate = False
 
 Headers = list[tuple[str, str | bytes | None]]
 
@@ -42,6 +42,20 @@ class Topics:
     client: Mapping[str, object]
     queries: str
     results: str
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """HOST:PORT,..."""
+        return str(self.client["bootstrap.servers"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetterTopics:
+    """Where dead letters lie and where they are sent again. `client`: as in `Topics`."""
+
+    client: Mapping[str, object]
+    queries: str
+    letters: str
 
     @property
     def bootstrap_servers(self) -> str:
@@ -73,14 +87,14 @@ class ResultReader:
                 "enable.auto.offset.store": False,
                 "auto.offset.reset": "earliest",
                 "fetch.wait.max.ms": 10,
-                "logger": _QUIET,
+                "logger": QUIET,
             }
         )
         try:
             self._consumer.assign(self._starts(topics, from_beginning=from_beginning))
         except KafkaException as error:
             self._consumer.close()
-            raise KafkaClientError(_sentence(error, topics.bootstrap_servers)) from error
+            raise KafkaClientError(sentence(error, topics.bootstrap_servers)) from error
         except KafkaClientError:
             self._consumer.close()
             raise
@@ -88,7 +102,7 @@ class ResultReader:
     def _starts(self, topics: Topics, *, from_beginning: bool) -> list[TopicPartition]:
         partitions: list[int] = []
         for topic in (topics.queries, topics.results):
-            found = self._consumer.list_topics(topic, timeout=_METADATA_TIMEOUT_S).topics[topic]
+            found = self._consumer.list_topics(topic, timeout=METADATA_TIMEOUT_S).topics[topic]
             if found.error is not None or not found.partitions:
                 raise KafkaClientError(f"there is no topic {topic!r} at {topics.bootstrap_servers}")
             partitions = sorted(found.partitions)
@@ -97,7 +111,7 @@ class ResultReader:
             start = TopicPartition(topic, partition, OFFSET_BEGINNING)
             if not from_beginning:
                 _, start.offset = self._consumer.get_watermark_offsets(
-                    start, timeout=_METADATA_TIMEOUT_S
+                    start, timeout=METADATA_TIMEOUT_S
                 )
             starts.append(start)
         return starts
@@ -125,7 +139,7 @@ class ResultReader:
         for record in records:
             error = record.error()
             # What heals by itself is the client library's to heal; silence is the caller's timeout.
-            if error is not None and not error.retriable() and not _passing(error):
+            if error is not None and not error.retriable() and not passing(error):
                 raise KafkaClientError(f"reading results failed: {error.str()}")
         return [record for record in records if record.error() is None]
 
@@ -152,7 +166,7 @@ class QuerySender:
                 "acks": "all",
                 "enable.idempotence": idempotent,
                 "linger.ms": 1,
-                "logger": _QUIET,
+                "logger": QUIET,
             }
         )
 
@@ -186,7 +200,7 @@ class QuerySender:
         return int(self._producer.flush(timeout_s))
 
 
-def _passing(error: KafkaError) -> bool:
+def passing(error: KafkaError) -> bool:
     """Whether an error of a read is news about connections rather than about the topic."""
     return error.code() in (
         KafkaError._TRANSPORT,
@@ -196,9 +210,9 @@ def _passing(error: KafkaError) -> bool:
     )
 
 
-def _sentence(error: KafkaException, servers: str) -> str:
+def sentence(error: KafkaException, servers: str) -> str:
     """One line for a failed look-up."""
     cause: KafkaError = error.args[0]
-    if _passing(cause):
+    if passing(cause):
         return f"no Kafka broker answers at {servers}"
     return f"looking up the topics at {servers} failed: {cause.str()}"

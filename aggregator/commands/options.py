@@ -8,34 +8,41 @@ from typing import Any, TypeVar
 
 import click
 
-from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, admin_config
-from aggregator.commands.kafka_client import Topics
-from aggregator.settings import SettingsError, load_settings
+from aggregator.adapters.kafka_config import Config, KafkaConfigError, KafkaOptions, admin_config
+from aggregator.commands.kafka_client import DeadLetterTopics, Topics
+from aggregator.settings import AggregatorSettings, SettingsError, load_settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_OPTIONS = (
-    click.option(
-        "--config",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="A TOML file with the aggregator's settings; AGGREGATOR_* variables override it.",
-    ),
-    click.option(
-        "--bootstrap-servers",
-        "-b",
-        metavar="HOST:PORT,...",
-        help="Instead of the setting AGGREGATOR_BOOTSTRAP_SERVERS.",
-    ),
-    click.option("--queries-topic", help="Instead of the setting AGGREGATOR_QUERIES_TOPIC."),
-    click.option("--results-topic", help="Instead of the setting AGGREGATOR_RESULTS_TOPIC."),
+_CONFIG = click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A TOML file with the aggregator's settings; AGGREGATOR_* variables override it.",
 )
+_BROKER = click.option(
+    "--bootstrap-servers",
+    "-b",
+    metavar="HOST:PORT,...",
+    help="Instead of the setting AGGREGATOR_BOOTSTRAP_SERVERS.",
+)
+_QUERIES = click.option("--queries-topic", help="Instead of the setting AGGREGATOR_QUERIES_TOPIC.")
+_RESULTS = click.option("--results-topic", help="Instead of the setting AGGREGATOR_RESULTS_TOPIC.")
+_LETTERS = click.option("--dlq-topic", help="Instead of the setting AGGREGATOR_DLQ_TOPIC.")
 
 
 def topic_options(command: Command) -> Command:
     """Where the topics are; the command passes them to `topics_of`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return _CONFIG(_BROKER(_QUERIES(_RESULTS(command))))
+
+
+def letter_options(command: Command) -> Command:
+    """Where dead letters are; the command passes them to `letter_topics_of`."""
+    return _CONFIG(_BROKER(_LETTERS(command)))
+
+
+def queries_option(command: Command) -> Command:
+    """Where queries go."""
+    return _QUERIES(command)
 
 
 def topics_of(
@@ -50,6 +57,39 @@ def topics_of(
     Raises:
         click.ClickException: the settings are wrong.
     """
+    settings, client = _load(config, bootstrap_servers)
+    return Topics(
+        client=client,
+        queries=queries_topic or settings.queries_topic,
+        results=results_topic or settings.results_topic,
+    )
+
+
+def letter_topics_of(
+    *,
+    config: Path | None,
+    bootstrap_servers: str | None,
+    dlq_topic: str | None,
+    queries_topic: str | None = None,
+) -> tuple[DeadLetterTopics, AggregatorSettings]:
+    """The topics, the options over the settings; and the settings.
+
+    Raises:
+        click.ClickException: the settings are wrong, or the two topics are one.
+    """
+    settings, client = _load(config, bootstrap_servers)
+    topics = DeadLetterTopics(
+        client=client,
+        queries=queries_topic or settings.queries_topic,
+        letters=dlq_topic or settings.dlq_topic,
+    )
+    if topics.queries == topics.letters:
+        raise click.ClickException(f"queries and dead letters can't share topic {topics.queries!r}")
+    return topics, settings
+
+
+def _load(config: Path | None, bootstrap_servers: str | None) -> tuple[AggregatorSettings, Config]:
+    """The settings, and what clients of ours need to connect."""
     try:
         settings = load_settings(config, models_required=False)
         client = admin_config(
@@ -63,8 +103,4 @@ def topics_of(
         )
     except (SettingsError, KafkaConfigError) as error:
         raise click.ClickException(str(error)) from error
-    return Topics(
-        client=client,
-        queries=queries_topic or settings.queries_topic,
-        results=results_topic or settings.results_topic,
-    )
+    return settings, client

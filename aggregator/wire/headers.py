@@ -22,6 +22,8 @@ ID = "embedding-id"
 OWN_PREFIX = "__aggregator."
 ERROR_PREFIX = "__aggregator.errors."
 REPLAY_ID = "__aggregator.replay.id"
+REPLAY_ATTEMPTS = "__aggregator.replay.attempts"
+REPLAYED = "__aggregator.replayed"
 
 PROTOBUF = b"application/protobuf"
 JSON = b"application/json"

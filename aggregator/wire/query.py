@@ -37,6 +37,8 @@ from aggregator.wire.headers import (
 from protos.embedding.v1 import query_pb2
 
 ID_BYTES_MAX = 256
+REPLAY_ID_BYTES_MAX = 249 + 1 + 10 + 1 + 19
+"""A replayed query keeps its default id: topic (of Kafka's longest), partition and offset."""
 _UINT32_MAX = 2**32 - 1
 _INT64_MAX = 2**63 - 1
 _ECHO_MAX = 32
@@ -190,7 +192,7 @@ def _content_type(value: bytes) -> int:
 def _replay_id(value: bytes) -> str:
     """Give the id that our replay put there; anything that it can't have put there is ignored."""
     try:
-        return value.decode() if len(value) <= ID_BYTES_MAX else ""
+        return value.decode() if len(value) <= REPLAY_ID_BYTES_MAX else ""
     except UnicodeDecodeError:
         return ""
 
