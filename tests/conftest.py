@@ -7,8 +7,10 @@ skip on a developer's machine and a failure with CI=true.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 from typing import NoReturn
 
 import pytest
@@ -16,6 +18,9 @@ from hypothesis import HealthCheck, settings
 
 from aggregator.adapters.mock_broker import MockBroker
 from ops.kafka.node import KafkaNode, KafkaUnavailableError
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin import AdminClient
 
 # Examples are judged by what they show, never by the time that a busy machine takes for them.
 settings.register_profile(
@@ -56,6 +61,17 @@ def kafka() -> Iterator[KafkaNode]:
         node.stop()
 
 
+def wait_until_known(admin: AdminClient, topic: str) -> None:
+    """A topic is made a moment before the broker tells its leaders."""
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        found = admin.list_topics(timeout=30).topics.get(topic)
+        if found and not found.error and all(p.leader >= 0 for p in found.partitions.values()):
+            return
+        time.sleep(0.01)
+    pytest.fail(f"topic {topic} was made but did not appear")
+
+
 def topic_factory(kafka: KafkaNode) -> TopicFactory:
     """Make topics of unique names on a real node."""
     from confluent_kafka.admin import AdminClient
@@ -68,6 +84,7 @@ def topic_factory(kafka: KafkaNode) -> TopicFactory:
         dotted = {key.replace("_", "."): value for key, value in config.items()}
         topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=dotted)
         admin.create_topics([topic])[name].result(30)
+        wait_until_known(admin, name)
         return name
 
     return make

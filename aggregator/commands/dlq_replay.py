@@ -20,11 +20,10 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from aggregator.commands.dlq_topic import StoredLetter
 from aggregator.commands.kafka_client import (
-    METADATA_TIMEOUT_S,
     QUIET,
     DeadLetterTopics,
     KafkaClientError,
-    sentence,
+    partitions_of,
 )
 from aggregator.wire.headers import Headers
 from aggregator.wire.replay import encode_replay, marker_headers
@@ -205,13 +204,8 @@ class KafkaPort:
                 "logger": QUIET,
             }
         )
-        try:
-            known = self._producer.list_topics(timeout=METADATA_TIMEOUT_S).topics
-        except KafkaException as error:
-            raise KafkaClientError(sentence(error, topics.bootstrap_servers)) from error
         for topic in (topics.queries, topics.letters):
-            if topic not in known or known[topic].error is not None:
-                raise KafkaClientError(f"there is no topic {topic!r} at {topics.bootstrap_servers}")
+            partitions_of(self._producer, topic, topics.bootstrap_servers)
 
     def send(self, letters: Sequence[StoredLetter]) -> Sent:
         """As in `Port`."""

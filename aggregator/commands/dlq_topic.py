@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from confluent_kafka import (
@@ -30,8 +31,10 @@ from aggregator.commands.kafka_client import (
     READ_RECORDS_MAX,
     DeadLetterTopics,
     KafkaClientError,
+    looked_up,
+    partitions_of,
     passing,
-    sentence,
+    watermarks_of,
 )
 from aggregator.core.query import HeaderList
 from aggregator.wire.replay import DeadLetter, read_letter, read_marker
@@ -124,8 +127,6 @@ class LetterReader:
         self._consumer = Consumer(self._config)
         try:
             self._spans = self._look_up(since_ms)
-        except KafkaException as error:
-            raise KafkaClientError(sentence(error, self._servers)) from error
         finally:
             self._consumer.close()
         self._total = 2 * sum(end - start for start, end in self._spans.values())
@@ -149,29 +150,28 @@ class LetterReader:
 
     def _look_up(self, since_ms: int | None) -> dict[int, tuple[int, int]]:
         """Start and end by partition; those with nothing to read are left out."""
-        found = self._consumer.list_topics(self._topic, METADATA_TIMEOUT_S).topics[self._topic]
-        if found.error is not None or not found.partitions:
-            raise KafkaClientError(f"there is no topic {self._topic!r} at {self._servers}")
+        numbers = partitions_of(self._consumer, self._topic, self._servers)
         starts: dict[int, int] = {}
         if since_ms is not None:
-            asked = [TopicPartition(self._topic, number, since_ms) for number in found.partitions]
+            asked = [TopicPartition(self._topic, number, since_ms) for number in numbers]
+            told = looked_up(partial(self._offsets_for_times, asked), self._servers)
             # Negative: nothing is as young as that.
-            told = self._consumer.offsets_for_times(asked, timeout=METADATA_TIMEOUT_S)
             starts = {place.partition: place.offset for place in told}
         spans = {}
-        for number in sorted(found.partitions):
-            low, end = self._watermarks(number)
+        for number in numbers:
+            place = TopicPartition(self._topic, number)
+            low, end = watermarks_of(self._consumer, place, self._servers)
             start = low if since_ms is None else starts[number]
             if 0 <= start < end:
                 spans[number] = (start, end)
         return spans
 
-    def _watermarks(self, partition: int) -> tuple[int, int]:
-        place = TopicPartition(self._topic, partition)
-        found = self._consumer.get_watermark_offsets(place, timeout=METADATA_TIMEOUT_S)
-        if found is None:
-            raise KafkaClientError(f"no Kafka broker answers at {self._servers}")
-        return found
+    def _offsets_for_times(self, asked: list[TopicPartition]) -> list[TopicPartition]:
+        told = self._consumer.offsets_for_times(asked, timeout=METADATA_TIMEOUT_S)
+        for place in told:
+            if place.error is not None:
+                raise KafkaException(place.error)
+        return told
 
     def _read_markers(self) -> dict[int, OffsetSet]:
         replayed = {partition: OffsetSet() for partition in self._spans}

@@ -8,9 +8,10 @@ on one object comes from one thread. Knows nothing of what a record holds.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -24,10 +25,14 @@ from confluent_kafka import (
 
 READ_RECORDS_MAX = 1_000
 METADATA_TIMEOUT_S = 5.0
+_RETRY_S = 0.05
+_NOT_YET = frozenset({KafkaError.LEADER_NOT_AVAILABLE, KafkaError.NOT_LEADER_FOR_PARTITION})
+"""What is said of a topic that was made a moment ago."""
 QUIET = logging.getLogger("aggregator.commands.librdkafka")
 QUIET.addHandler(logging.NullHandler())
 QUIET.propagate = False
 
+Found = TypeVar("Found")
 Headers = list[tuple[str, str | bytes | None]]
 
 
@@ -92,27 +97,18 @@ class ResultReader:
         )
         try:
             self._consumer.assign(self._starts(topics, from_beginning=from_beginning))
-        except KafkaException as error:
-            self._consumer.close()
-            raise KafkaClientError(sentence(error, topics.bootstrap_servers)) from error
         except KafkaClientError:
             self._consumer.close()
             raise
 
     def _starts(self, topics: Topics, *, from_beginning: bool) -> list[TopicPartition]:
-        partitions: list[int] = []
-        for topic in (topics.queries, topics.results):
-            found = self._consumer.list_topics(topic, timeout=METADATA_TIMEOUT_S).topics[topic]
-            if found.error is not None or not found.partitions:
-                raise KafkaClientError(f"there is no topic {topic!r} at {topics.bootstrap_servers}")
-            partitions = sorted(found.partitions)
+        servers = topics.bootstrap_servers
+        partitions_of(self._consumer, topics.queries, servers)
         starts = []
-        for partition in partitions:
-            start = TopicPartition(topic, partition, OFFSET_BEGINNING)
+        for partition in partitions_of(self._consumer, topics.results, servers):
+            start = TopicPartition(topics.results, partition, OFFSET_BEGINNING)
             if not from_beginning:
-                _, start.offset = self._consumer.get_watermark_offsets(
-                    start, timeout=METADATA_TIMEOUT_S
-                )
+                _, start.offset = watermarks_of(self._consumer, start, servers)
             starts.append(start)
         return starts
 
@@ -200,6 +196,60 @@ class QuerySender:
         return int(self._producer.flush(timeout_s))
 
 
+def partitions_of(client: Consumer | Producer, topic: str, servers: str) -> list[int]:
+    """The numbers of a topic's partitions.
+
+    `client` must not create topics (a producer by `allow.auto.create.topics`).
+
+    Raises:
+        KafkaClientError: no broker answers, or there is no such topic.
+    """
+
+    def ask() -> list[int]:
+        found = client.list_topics(topic, METADATA_TIMEOUT_S).topics[topic]
+        if found.error is not None and found.error.code() in _NOT_YET:
+            raise KafkaException(found.error)
+        if found.error is not None or not found.partitions:
+            raise KafkaClientError(f"there is no topic {topic!r} at {servers}")
+        return sorted(found.partitions)
+
+    return looked_up(ask, servers)
+
+
+def watermarks_of(consumer: Consumer, partition: TopicPartition, servers: str) -> tuple[int, int]:
+    """The first offset of a partition and the one behind its last committed record.
+
+    Raises:
+        KafkaClientError: no broker answers.
+    """
+
+    def ask() -> tuple[int, int]:
+        found = consumer.get_watermark_offsets(partition, timeout=METADATA_TIMEOUT_S)
+        if found is None:
+            raise KafkaClientError(f"no Kafka broker answers at {servers}")
+        return found
+
+    return looked_up(ask, servers)
+
+
+def looked_up(ask: Callable[[], Found], servers: str) -> Found:
+    """Ask again what brokers can't tell in the first moment of a topic or of a connection.
+
+    Raises:
+        KafkaClientError: they still can't after METADATA_TIMEOUT_S, or say no.
+    """
+    deadline_s = time.monotonic() + METADATA_TIMEOUT_S
+    while True:
+        try:
+            return ask()
+        except KafkaException as error:
+            cause = error.args[0]
+            heals = passing(cause) or cause.code() in _NOT_YET
+            if not heals or time.monotonic() > deadline_s:
+                raise KafkaClientError(_sentence(error, servers)) from error
+        time.sleep(_RETRY_S)
+
+
 def passing(error: KafkaError) -> bool:
     """Whether an error of a read is news about connections rather than about the topic."""
     return error.code() in (
@@ -210,7 +260,7 @@ def passing(error: KafkaError) -> bool:
     )
 
 
-def sentence(error: KafkaException, servers: str) -> str:
+def _sentence(error: KafkaException, servers: str) -> str:
     """One line for a failed look-up."""
     cause: KafkaError = error.args[0]
     if passing(cause):

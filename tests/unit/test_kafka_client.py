@@ -1,0 +1,49 @@
+"""Looking topics up: what brokers can't tell yet is asked again, a refusal is said at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from aggregator.commands import kafka_client
+from aggregator.commands.kafka_client import KafkaClientError, looked_up
+
+
+def saying(*codes: int) -> Callable[[], str]:
+    """Fail with each of these in turn, then answer."""
+    left = list(codes)
+
+    def ask() -> str:
+        if left:
+            raise KafkaException(KafkaError(left.pop(0)))
+        return "answer"
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError._TRANSPORT,
+        KafkaError._TIMED_OUT,
+    ],
+)
+def test_what_heals_is_asked_again(code: int) -> None:
+    assert looked_up(saying(code, code), "b:1") == "answer"
+
+
+def test_it_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_client, "METADATA_TIMEOUT_S", -1.0)
+    with pytest.raises(KafkaClientError, match="no Kafka broker answers at b:1"):
+        looked_up(saying(KafkaError._TRANSPORT, KafkaError._TRANSPORT), "b:1")
+
+
+def test_a_refusal_is_said_at_once() -> None:
+    ask = saying(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    with pytest.raises(KafkaClientError, match=r"looking up the topics at b:1 failed: .*uthoriz"):
+        looked_up(ask, "b:1")
+    assert ask() == "answer"  # it was asked once
