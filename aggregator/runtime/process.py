@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from aggregator.adapters.estimator import Estimator, load_estimator
-from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions
+from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, check_overrides
 from aggregator.adapters.kafka_sink import KafkaSink, SinkOptions
 from aggregator.adapters.kafka_source import KafkaSource, SourceOptions
 from aggregator.adapters.kafka_topics import TopicsError, check_topics
@@ -220,8 +220,9 @@ class _Process:
     @classmethod
     async def build(cls, settings: AggregatorSettings, log: Logger) -> _Process:
         """Check what must be there at start, and build everything."""
-        log.info("starting", bootstrap_servers=settings.bootstrap_servers)
         kafka = kafka_options(settings)
+        check_overrides(kafka)  # a wrong setting is one line, before the first of the log
+        log.info("starting", bootstrap_servers=settings.bootstrap_servers)
         topics = await in_daemon_thread(
             check_topics,
             kafka,
