@@ -161,6 +161,8 @@ class ModelServerSettings(BaseSettings):
     goes by throughput there too."""
     profile_ms_max: Annotated[int, Field(ge=0)] | None = None
     """Time to measure at start where no profile is stored; 0: none; absent: by engine."""
+    target_follow: bool = True
+    """A measured target follows the machine while it serves."""
     inputs_max: Positive = 1_024
     request_bytes_max: Annotated[int, Field(ge=TEXT_BYTES_MAX, le=MESSAGE_BYTES_MAX // 2)] = (
         16 * MEBIBYTE

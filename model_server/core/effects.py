@@ -28,6 +28,8 @@ class PassKind(StrEnum):
     NORMAL = "normal"
     EXCLUSIVE = "exclusive"
     """One request's, never merged."""
+    PROBE = "probe"
+    """Larger than the target, to see whether that pays."""
     ISOLATION = "isolation"
     """A half of a pass that raised."""
     CANARY = "canary"
@@ -132,6 +134,14 @@ class MaximumLowered:
     batch_tokens_max: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetMoved:
+    """Passes of late imply another target: this is the next step towards it."""
+
+    batch_tokens_target: int
+    implied_tokens: int
+
+
 @dataclass(slots=True, kw_only=True)
 class WakeAt:
     """Send a `Tick` at this time; replaces the time asked for before."""
@@ -150,5 +160,6 @@ Effect = (
     | RestartEngine
     | Halt
     | MaximumLowered
+    | TargetMoved
     | WakeAt
 )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model_server.core.failures import Failure
+from model_server.core.following import FollowOptions
 from model_server.core.limits import Limits
 
 UNARY = 0
@@ -95,11 +96,13 @@ class EngineReady:
     """An engine was loaded, agreed with its golden vectors, and did its warm-up pass.
 
     The warm-up pass had `limits.batch_tokens_max` tokens. `pass_samples` are (tokens, nanoseconds)
-    of passes already measured.
+    of passes already measured. `follow`: the profile that the target is from, if it is to follow
+    the machine.
     """
 
     limits: Limits
     pass_samples: Sequence[tuple[int, int]] = ()
+    follow: FollowOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ free, nor who is told what.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aggregator.core.packing import PackLimits, Room
 from model_server.core.effects import Part, PassKind
@@ -27,6 +27,18 @@ class Chosen:
     expired: list[Part] = field(default_factory=list)
 
 
+@dataclass(slots=True, kw_only=True)
+class RunningPass:
+    """The pass that runs, or waits for the write of its announcement (`started` False)."""
+
+    pass_id: int
+    kind: PassKind
+    parts: Sequence[Part]
+    tokens: int
+    since_ns: int
+    started: bool
+
+
 class Passes:
     """Forms passes out of what waits; `requests` is the scheduler's table of those alive."""
 
@@ -37,9 +49,10 @@ class Passes:
         self.queue = WaitingQueue()
         self.isolation = Isolation()
 
-    def next(self, limits: Limits, now_ns: int) -> Chosen:
+    def next(self, limits: Limits, now_ns: int, tokens: int) -> Chosen:
         """Take the next pass out. Isolation goes first: mates of a bad input have waited longest.
 
+        A merged pass holds up to `tokens`, one of its own or a half up to what `limits` say.
         Waiting inputs that have expired must have been taken out before; halves are checked here.
         """
         chosen = Chosen()
@@ -48,7 +61,7 @@ class Passes:
         else:
             self._half(chosen, limits, now_ns)
             if chosen.kind is None:
-                self._waiting(chosen, limits)
+                self._waiting(chosen, limits, tokens)
         if chosen.kind not in (None, PassKind.NORMAL):
             self.queue.note_other_pass()
         return chosen
@@ -65,7 +78,7 @@ class Passes:
                 chosen.kind, chosen.parts, chosen.tokens = PassKind.ISOLATION, live, sum(counts)
                 return
 
-    def _waiting(self, chosen: Chosen, limits: Limits) -> None:
+    def _waiting(self, chosen: Chosen, limits: Limits, tokens: int) -> None:
         if limits is not self._limits:
             self._limits = limits
             self._pack = PackLimits(
@@ -82,9 +95,11 @@ class Passes:
                 chosen.kind, chosen.parts = PassKind.EXCLUSIVE, (part,)
                 chosen.tokens = room.tokens
                 return
-        parts, tokens = self.queue.cut(pack)
+        if tokens != pack.tokens:
+            pack = replace(pack, tokens=tokens)
+        parts, chosen.tokens = self.queue.cut(pack)
         if parts:
-            chosen.kind, chosen.parts, chosen.tokens = PassKind.NORMAL, parts, tokens
+            chosen.kind, chosen.parts = PassKind.NORMAL, parts
 
     def live(self, parts: Sequence[Part], now_ns: int) -> tuple[list[Part], list[Part]]:
         """What is left of parts taken earlier, without the gone; and what of them has expired."""

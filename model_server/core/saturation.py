@@ -44,6 +44,8 @@ class TargetSource(StrEnum):
     PROFILE = "profile"
     QUICK_PROFILE = "quick profile"
     """Measured at start, for want of a stored one."""
+    FOLLOWED = "followed"
+    """Moved from a profile's by what passes took while serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

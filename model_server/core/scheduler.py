@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from model_server.core.effects import (
@@ -33,6 +33,7 @@ from model_server.core.effects import (
     RestartEngine,
     RunPass,
     SayState,
+    TargetMoved,
     WakeAt,
 )
 from model_server.core.events import (
@@ -61,8 +62,9 @@ from model_server.core.failures import (
 from model_server.core.lifecycle import Lifecycle, Phase
 from model_server.core.limits import Limits
 from model_server.core.pass_times import PassTimes
-from model_server.core.passes import Passes
+from model_server.core.passes import Passes, RunningPass
 from model_server.core.requests import Request
+from model_server.core.steering import Steering
 from model_server.core.streams import Streams
 
 _SECOND_NS = 1_000_000_000
@@ -80,18 +82,6 @@ class SchedulerOptions:
     drain_deadline_ns: int
 
 
-@dataclass(slots=True, kw_only=True)
-class _Pass:
-    """The pass that runs, or waits for the write of its announcement (`started` False)."""
-
-    pass_id: int
-    kind: PassKind
-    parts: Sequence[Part]
-    tokens: int
-    since_ns: int
-    started: bool
-
-
 class Scheduler:
     """See the module. Not thread-safe: one caller."""
 
@@ -103,7 +93,8 @@ class Scheduler:
         self._streams = Streams()
         self._passes = Passes(self._requests)
         self._times = PassTimes()
-        self._pass: _Pass | None = None
+        self._steering = Steering()
+        self._pass: RunningPass | None = None
         self._pass_id = 0
         self._idle_said = True
         self._expiries: list[tuple[int, int]] = []
@@ -135,6 +126,11 @@ class Scheduler:
     def limits(self) -> Limits:
         """The sizes in force."""
         return self._limits
+
+    @property
+    def implied_target(self) -> int | None:
+        """The target that the last passes imply; None: it does not follow the machine."""
+        return self._steering.implied_tokens
 
     @property
     def queued_tokens(self) -> int:
@@ -256,11 +252,14 @@ class Scheduler:
     def _advance(self, now_ns: int) -> None:
         """The engine is free: start the next pass, or say that it is idle."""
         self._expire(now_ns)
-        chosen = self._passes.next(self._limits, now_ns)
+        room = self._steering.pass_tokens(self._limits, self._streams.held_tokens)
+        chosen = self._passes.next(self._limits, now_ns, room)
         for part in chosen.expired:
             self._fail(part.request, part.indexes, EXPIRED, now_ns)
         if chosen.kind is not None:
-            self._start(chosen.kind, chosen.parts, chosen.tokens, now_ns)
+            probe = self._steering.is_probe(chosen, self._limits)
+            kind = PassKind.PROBE if probe else chosen.kind
+            self._start(kind, chosen.parts, chosen.tokens, now_ns)
             return
         if not self._idle_said:
             self._idle_said = True
@@ -281,7 +280,7 @@ class Scheduler:
                     ids.append(request.request_id)
                 if request.exclusive:
                     awaited = request.stream
-        self._pass = _Pass(
+        self._pass = RunningPass(
             pass_id=self._pass_id,
             kind=kind,
             parts=parts,
@@ -292,6 +291,8 @@ class Scheduler:
         if awaited is None:
             self._run()
         self._idle_said = False
+        if self._steering.started(kind, tokens, self._limits):
+            self._streams.share(self._limits, now_ns, self._steering.window_targets)
         self._after.append(Announce(pass_id=self._pass_id, running=running, awaited=awaited))
         self._streams.said_to_all(now_ns)
 
@@ -314,7 +315,7 @@ class Scheduler:
             running.since_ns = now_ns
             self._run()
 
-    def _ended(self, pass_id: int) -> _Pass | None:
+    def _ended(self, pass_id: int) -> RunningPass | None:
         """The pass that this id names, no longer running; None for one that was given up."""
         running = self._pass
         if running is None or running.pass_id != pass_id:
@@ -331,7 +332,9 @@ class Scheduler:
             failure = failed_alone(suspect.message)
             self._fail(suspect.part.request, suspect.part.indexes, failure, now_ns)
             return
-        self._times.observe(ended.tokens, event.ended_ns - event.started_ns)
+        duration_ns = event.ended_ns - event.started_ns
+        self._times.observe(ended.tokens, duration_ns)
+        self._steer(ended, duration_ns, now_ns)
         answered: list[AnsweredPart] = []
         row = 0
         for part in ended.parts:
@@ -351,6 +354,16 @@ class Scheduler:
             )
         )
 
+    def _steer(self, ended: RunningPass, duration_ns: int, now_ns: int) -> None:
+        """Let the target follow what passes take."""
+        target = self._steering.ended(ended.kind, ended.tokens, duration_ns, self._limits)
+        if target is None:
+            return
+        self._limits = replace(self._limits, batch_tokens_target=target)
+        implied = self._steering.implied_tokens or target
+        self._out.append(TargetMoved(batch_tokens_target=target, implied_tokens=implied))
+        self._share_windows(now_ns, always=self._streams.open_streams())
+
     def _pass_raised(self, event: PassRaised, now_ns: int) -> None:
         ended = self._ended(event.pass_id)
         if ended is None:
@@ -360,7 +373,11 @@ class Scheduler:
             return
         inputs = sum(len(part.indexes) for part in ended.parts)
         if event.out_of_memory and inputs > 1:
-            self._limits = self._limits.lowered(ended.tokens // 2)
+            fits = ended.tokens // 2
+            if ended.kind is PassKind.PROBE:
+                # Passes of the target fitted before: only what goes beyond it did not.
+                fits = max(fits, self._limits.batch_tokens_target)
+            self._limits = self._limits.lowered(fits)
             self._out.append(MaximumLowered(batch_tokens_max=self._limits.batch_tokens_max))
             self._share_windows(now_ns, always=self._streams.open_streams())
         live, expired = self._passes.live(ended.parts, now_ns)
@@ -377,6 +394,7 @@ class Scheduler:
             return
         self._lifecycle.to(Phase.SERVING)
         self._limits = event.limits
+        self._steering.follow(event.follow)
         for tokens, duration_ns in event.pass_samples:
             self._times.observe(tokens, duration_ns)
 
@@ -488,7 +506,7 @@ class Scheduler:
     # What streams are told
 
     def _share_windows(self, now_ns: int, always: Sequence[int] = ()) -> None:
-        changed = self._streams.share(self._limits, now_ns)
+        changed = self._streams.share(self._limits, now_ns, self._steering.window_targets)
         self._say([*always, *(s for s in changed if s not in always)], now_ns)
 
     def _say(self, streams: Sequence[int], now_ns: int) -> None:

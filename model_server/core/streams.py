@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from model_server.core.events import UNARY
 from model_server.core.limits import Limits
 from model_server.core.requests import Request
-from model_server.core.windows import WindowShares
+from model_server.core.windows import SHARED_TARGETS, WindowShares
 
 _SECOND_NS = 1_000_000_000
 SILENCE_NS_MAX = 4 * _SECOND_NS
@@ -111,12 +111,15 @@ class Streams:
         """Whether shares may have moved enough to look again."""
         return len(self._shares) > 1 and now_ns - self._shared_ns >= _SHARE_EVERY_NS
 
-    def share(self, limits: Limits, now_ns: int) -> list[int]:
+    def share(self, limits: Limits, now_ns: int, shared_targets: int = SHARED_TARGETS) -> list[int]:
         """Share windows out anew; returns the streams whose window moved noticeably."""
         self._shared_ns = now_ns
         target = limits.batch_tokens_target
         windows = self._shares.windows(
-            target=target, input_tokens_max=limits.input_tokens_max, now_ns=now_ns
+            target=target,
+            input_tokens_max=limits.input_tokens_max,
+            now_ns=now_ns,
+            shared_targets=shared_targets,
         )
         changed = []
         for key, window in windows.items():

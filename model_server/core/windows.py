@@ -1,13 +1,13 @@
 """How many unanswered tokens each stream may have: 2 x target, shared by what streams sent.
 
 Invariants: every window is at least target / 4 and at least one input of the model's maximum; a
-lone stream has all of 2 x target. Those floors come on top: were they taken from the others, a
-stream with most of the traffic would be held to an equal share as soon as the maximum is a good
-part of the target, and its queries would wait while the small streams' room stays empty. Shares
-follow what was sent in the last seconds, so that a stream with most of the traffic has most
-of the room. A fifth is shared equally: when streams are limited by their windows, what they send
-says no more than what their windows were, and only a pull towards equality lets a stream whose
-demand has grown get out of a small share.
+lone stream has all of 2 x target (3 x before a larger pass, see `steering`). Those floors come on
+top: were they taken from the others, a stream with most of the traffic would be held to an equal
+share as soon as the maximum is a good part of the target, and its queries would wait while the
+small streams' room stays empty. Shares follow what was sent in the last seconds, so that a stream
+with most of the traffic has most of the room. A fifth is shared equally: when streams are limited
+by their windows, what they send says no more than what their windows were, and only a pull towards
+equality lets a stream whose demand has grown get out of a small share.
 """
 
 from __future__ import annotations
@@ -55,13 +55,20 @@ class WindowShares:
             sent.tokens = sent.decayed(now_ns) + tokens
             sent.at_ns = now_ns
 
-    def windows(self, *, target: int, input_tokens_max: int, now_ns: int) -> dict[int, int]:
+    def windows(
+        self,
+        *,
+        target: int,
+        input_tokens_max: int,
+        now_ns: int,
+        shared_targets: int = SHARED_TARGETS,
+    ) -> dict[int, int]:
         """The windows of now."""
         if not self._sent:
             return {}
         floor = max(-(-target // 4), input_tokens_max)
         weights = self._weights(now_ns)
-        per_weight = SHARED_TARGETS * target / sum(weights.values())
+        per_weight = shared_targets * target / sum(weights.values())
         return {stream: max(floor, round(w * per_weight)) for stream, w in weights.items()}
 
     def _weights(self, now_ns: int) -> dict[int, float]:

@@ -7,17 +7,20 @@ stored: it is as good as that moment was. Blocking; runs in the engine's thread.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from model_server.core.following import FollowOptions
 from model_server.core.saturation import (
     Measured,
     Saturation,
     TargetOptions,
     TargetSource,
+    choose_target,
     saturation,
     splitmix,
 )
@@ -41,6 +44,8 @@ class TargetingOptions:
     """What the target is chosen by, and how long a start may measure; 0 ms: not at all."""
 
     target: TargetOptions
+    follow: bool
+    """Let the target follow the machine from there."""
     quick_ms_max: int
     tokens_max: int | None
     """No pass may be larger; None: no limit is set."""
@@ -56,6 +61,8 @@ class FoundTarget:
     tokens: int
     source: TargetSource
     curve: Saturation
+    follow: FollowOptions | None
+    """For the scheduler; None: the target stays."""
 
 
 class TargetFinder:
@@ -101,7 +108,13 @@ class TargetFinder:
             fixed_ms=round(curve.fit.fixed_ms, 3),
             slope_us_per_token=round(curve.fit.slope_ms * 1e3, 3),
         )
-        return FoundTarget(tokens=tokens, source=source, curve=curve)
+        follow = follow_options(curve, self._options.target, tokens)
+        return FoundTarget(
+            tokens=tokens,
+            source=source,
+            curve=curve,
+            follow=follow if self._options.follow else None,
+        )
 
     def _measured(self, engine: Engine, key: ProfileKey) -> Measured | None:
         """A quick profile, measured once in this process; None: it could not be had."""
@@ -120,6 +133,20 @@ class TargetFinder:
         except (MeasureError, MixError, EngineOutOfMemoryError) as error:
             self._log.warning("no quick profile", reason=str(error))
         return self._quick.get(remembered)
+
+
+def follow_options(curve: Saturation, target: TargetOptions, tokens: int) -> FollowOptions:
+    """What the scheduler needs of a profile to follow the machine from it."""
+    flat_ms = curve.fit.flat_ms if curve.knee_tokens is not None else None
+    free = choose_target(curve.points, replace(target, pass_ms_max=math.inf), flat_ms=flat_ms)
+    return FollowOptions(
+        target=target,
+        curve=curve.fit if curve.knee_tokens is not None else curve.line,
+        profile_target=tokens,
+        profile_free=max(tokens, free.tokens),
+        tokens_min=int(curve.points[0].tokens),
+        tokens_max=int(curve.points[-1].tokens),
+    )
 
 
 def quick_options(options: TargetingOptions) -> MeasureOptions:

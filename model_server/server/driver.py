@@ -27,6 +27,7 @@ from model_server.core.effects import (
     RestartEngine,
     RunPass,
     SayState,
+    TargetMoved,
     WakeAt,
 )
 from model_server.core.events import (
@@ -46,6 +47,7 @@ from model_server.core.events import (
 )
 from model_server.core.failures import Failure, not_started, too_much_held
 from model_server.core.lifecycle import Phase
+from model_server.core.saturation import TargetSource
 from model_server.core.scheduler import Scheduler, SchedulerOptions
 from model_server.engines.base import (
     EngineDiedError,
@@ -104,6 +106,7 @@ class Driver:
         self._engine_worker = Worker("engine", loop)
         self._token_worker = Worker("tokenizer", loop)
         self._started: Started | None = None
+        self._target_has_moved = False
         self._intake: Intake | None = None
         self._sessions: dict[int, Session] = {}
         self._held: dict[int, Held] = {}
@@ -128,6 +131,7 @@ class Driver:
             CloseStreams: self._close_streams,
             RestartEngine: self._restart_engine,
             MaximumLowered: self._maximum_lowered,
+            TargetMoved: self._target_moved,
             Halt: self._halt,
             WakeAt: self._wake_at,
         }
@@ -153,6 +157,14 @@ class Driver:
     def started(self) -> Started | None:
         """The engine that serves, and how it came to its target; None before there is one."""
         return self._started
+
+    @property
+    def target_source(self) -> TargetSource:
+        """Where the target in force came from."""
+        started = self._started
+        if started is None:
+            return TargetSource.DEFAULT
+        return TargetSource.FOLLOWED if self._target_has_moved else started.target_source
 
     @property
     def scheduler(self) -> Scheduler:
@@ -196,7 +208,12 @@ class Driver:
             return
         self._started = result
         self._intake = Intake(self._options.model, result.engine.info)
-        self._feed(EngineReady(limits=result.limits, pass_samples=result.pass_samples))
+        self._target_has_moved = False
+        follow = result.found.follow if result.found is not None else None
+        self._feed(
+            EngineReady(limits=result.limits, pass_samples=result.pass_samples, follow=follow)
+        )
+        self._tell_limits()
 
     def _restart_engine(self, effect: RestartEngine) -> None:
         self._metrics.engine_restarts.inc()
@@ -448,6 +465,9 @@ class Driver:
         fill = tokens / self._scheduler.limits.batch_tokens_target
         self._metrics.observe_pass(running.inputs, tokens, fill, inference_us / 1e6)
         self._metrics.queued_tokens.set(self._scheduler.queued_tokens)
+        implied = self._scheduler.implied_target
+        if implied is not None:
+            self._metrics.implied_target.set(implied)
         self._log.info(
             "pass",
             pass_id=effect.pass_id,
@@ -495,7 +515,23 @@ class Driver:
 
     def _maximum_lowered(self, effect: MaximumLowered) -> None:
         self._metrics.maximum_lowered.inc()
+        self._tell_limits()
         self._log.warning("maximum lowered", batch_tokens_max=effect.batch_tokens_max)
+
+    def _target_moved(self, effect: TargetMoved) -> None:
+        self._target_has_moved = True
+        self._metrics.target_moves.inc()
+        self._tell_limits()
+        self._log.info(
+            "target moved",
+            batch_tokens_target=effect.batch_tokens_target,
+            implied_tokens=effect.implied_tokens,
+        )
+
+    def _tell_limits(self) -> None:
+        limits = self._scheduler.limits
+        self._metrics.batch_tokens_target.set(limits.batch_tokens_target)
+        self._metrics.batch_tokens_max.set(limits.batch_tokens_max)
 
 
 def _tokens_of(columns: Columns, part: Part) -> list[Tokens]:

@@ -166,9 +166,6 @@ class ModelServer:
             serving = self.driver.phase is Phase.SERVING
             await self._set_health(serving=serving)
             self._metrics.serving.set(serving)
-            limits = self.driver.scheduler.limits
-            self._metrics.batch_tokens_target.set(limits.batch_tokens_target)
-            self._metrics.batch_tokens_max.set(limits.batch_tokens_max)
             if serving:
                 # What is loaded stays: no collection needs to look at it again.
                 gc.collect()
@@ -215,6 +212,7 @@ def _finder(
         target=TargetOptions(
             pass_ms_max=settings.pass_ms_max, latency_slack_ratio=settings.latency_slack_ratio
         ),
+        follow=settings.target_follow,
         quick_ms_max=settings.quick_profile_ms_max,
         tokens_max=settings.batch_tokens_max,
         inputs_max=settings.inputs_max,

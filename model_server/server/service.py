@@ -89,7 +89,7 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
             encodings=[int(encoding) for encoding in Encoding],  # type: ignore[misc]
             batch_tokens_target=limits.batch_tokens_target,
             batch_tokens_max=limits.batch_tokens_max,
-            batch_tokens_target_source=str(started.target_source),
+            batch_tokens_target_source=str(driver.target_source),
             curve=[
                 pb.CurvePoint(tokens=round(point.tokens), pass_ms=point.pass_ms) for point in points
             ],

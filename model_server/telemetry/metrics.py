@@ -89,6 +89,13 @@ TABLE: dict[str, Declared] = {
     "model_server_batch_tokens_target": Declared(
         kind=Gauge, why="The size aimed at for a pass: a wrong one costs throughput or latency."
     ),
+    "model_server_batch_tokens_target_implied": Declared(
+        kind=Gauge,
+        why="The target that the last passes imply: far from the one in force, it will move.",
+    ),
+    "model_server_target_moves_total": Declared(
+        kind=Counter, why="Steps of the target after the machine: many mean that it is not alone."
+    ),
     "model_server_batch_tokens_max": Declared(
         kind=Gauge, why="The most a pass may have; falls when memory runs out."
     ),
@@ -120,6 +127,8 @@ class Metrics:
         self.serving = self._make(Gauge, "model_server_serving")
         self.engine_restarts = self._make(Counter, "model_server_engine_restarts_total")
         self.batch_tokens_target = self._make(Gauge, "model_server_batch_tokens_target")
+        self.implied_target = self._make(Gauge, "model_server_batch_tokens_target_implied")
+        self.target_moves = self._make(Counter, "model_server_target_moves_total")
         self.batch_tokens_max = self._make(Gauge, "model_server_batch_tokens_max")
         self.maximum_lowered = self._make(Counter, "model_server_maximum_lowered_total")
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 from model_server.core import effects as ef
 from model_server.core import events as ev
 from model_server.core.failures import Failure
+from model_server.core.following import FollowOptions
 from model_server.core.limits import Limits
 from model_server.core.scheduler import Scheduler, SchedulerOptions
 
@@ -42,7 +43,13 @@ class Sent:
 class SchedulerWorld:
     """Drives a scheduler; time stands still unless moved."""
 
-    def __init__(self, limits: Limits = LIMITS, *, ready: bool = True) -> None:
+    def __init__(
+        self,
+        limits: Limits = LIMITS,
+        *,
+        ready: bool = True,
+        follow: FollowOptions | None = None,
+    ) -> None:
         self.scheduler = Scheduler(
             SchedulerOptions(
                 limits=limits, pass_timeout_ns=60_000 * MS, drain_deadline_ns=20_000 * MS
@@ -61,7 +68,7 @@ class SchedulerWorld:
         self.history: list[ef.Effect] = []
         self.wake_ns = 0
         if ready:
-            self.feed(ev.EngineReady(limits=limits))
+            self.feed(ev.EngineReady(limits=limits, follow=follow))
 
     def feed(self, event: ev.Event) -> list[ef.Effect]:
         """One event; checks and keeps what comes of it."""
@@ -139,10 +146,13 @@ class SchedulerWorld:
 
     def done(self, duration_ms: float = 15) -> ef.RunPass:
         """The running pass ends well; returns it."""
+        return self.done_at(self.now_ns, self.now_ns + int(duration_ms * MS))
+
+    def done_at(self, started_ns: int, ended_ns: int) -> ef.RunPass:
+        """The same at given times."""
         running = self.started()
-        started_ns = self.now_ns
-        self.now_ns += int(duration_ms * MS)
-        self.feed(ev.PassDone(pass_id=running.pass_id, started_ns=started_ns, ended_ns=self.now_ns))
+        self.now_ns = ended_ns
+        self.feed(ev.PassDone(pass_id=running.pass_id, started_ns=started_ns, ended_ns=ended_ns))
         return running
 
     def raised(self, message: str = "boom", *, out_of_memory: bool = False) -> ef.RunPass:
@@ -232,7 +242,9 @@ class SchedulerWorld:
         limits = self.scheduler.limits
         assert len(inputs) <= limits.inputs_max
         assert run.tokens == sum(self._tokens(inputs))
-        if run.kind is not ef.PassKind.ISOLATION:
+        if run.kind is ef.PassKind.PROBE:
+            assert limits.batch_tokens_target < run.tokens <= 1.5 * limits.batch_tokens_target
+        elif run.kind is not ef.PassKind.ISOLATION:
             assert run.tokens <= limits.batch_tokens_target or len(inputs) == 1
         assert run.tokens <= limits.batch_tokens_max
         exclusive = {key for key, _ in inputs if self.requests[key].event.exclusive}

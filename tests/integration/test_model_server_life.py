@@ -178,6 +178,38 @@ async def test_a_stored_profile_decides_the_target_and_is_told(tmp_path: Path) -
         assert not info.curve
 
 
+async def test_a_target_that_moves_is_told_to_every_stream(tmp_path: Path) -> None:
+    fast = SimulatedOptions(fixed_ms=0, slope_us_per_token=0)
+    tokens = (8, 16, 32, 64, 128, 256, 512)
+    # Passes of nanoseconds, on a machine of long ago: every real one takes over `pass_ms_max`.
+    curve = Measured(tokens=tokens, rounds_ms=(tuple(5e-5 + size * 1e-6 for size in tokens),))
+    save_profile(tmp_path, profile_key(SimulatedEngine(fast).info), curve)
+    given: dict[str, Any] = {"options": fast, "cache_dir": tmp_path, "batch_tokens_target": None}
+    async with (
+        serving(**given, pass_ms_max=1e-3) as server,
+        server.channel() as channel,
+        Stream(channel) as busy,
+        Stream(channel) as quiet,
+    ):
+        assert quiet.states[0].batch_tokens_target == 256
+        while busy.states[-1].batch_tokens_target == 256:
+            request_id = await busy.send("word " * 140)
+            await busy.answers(request_id)
+        while quiet.states[-1].batch_tokens_target == 256:
+            assert await quiet.read() is not None
+        assert quiet.states[-1].batch_tokens_target == 231
+        info = await stub_of(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert (info.batch_tokens_target, info.batch_tokens_target_source) == (231, "followed")
+        _, text = await asyncio.to_thread(fetch, server.server.metrics_port, "/metrics")
+        for line in (
+            "model_server_batch_tokens_target 231.0",
+            "model_server_target_moves_total 1.0",
+            "model_server_batch_tokens_target_implied 8.0",
+        ):
+            assert line in text.splitlines()
+        assert server.log.getvalue().count("target moved") == 1
+
+
 async def test_without_a_profile_one_is_measured_at_start() -> None:
     given: dict[str, Any] = {"batch_tokens_target": None, "profile_ms_max": 30_000}
     async with serving(**given) as server, server.channel() as channel:

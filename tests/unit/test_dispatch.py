@@ -110,6 +110,19 @@ def test_no_claim_goes_above_target_window_or_inputs() -> None:
     assert [len(c.queries) for c in bench.admit(*make_queries(20))] == [4, 4, 4]
 
 
+def test_claims_follow_a_target_that_moves() -> None:
+    bench = Bench()
+    bench.says(busy_ms=60)
+    assert [len(claim.queries) for claim in bench.admit(*make_queries(20))] == [10, 10]
+    bench = Bench()
+    bench.says(busy_ms=60)
+    bench.says(limits=make_limits(target=50, busy_ms=60))
+    assert [len(claim.queries) for claim in bench.admit(*make_queries(20))] == [5, 5]
+    # Before a larger pass a window is wider: a third claim of the same size.
+    sent = bench.says(limits=make_limits(target=50, window=150, busy_ms=60))
+    assert [len(claim.queries) for claim in sent] == [5]
+
+
 def test_streams_that_share_servers_send_half_a_window_for_one_pass() -> None:
     bench = Bench()
     bench.says("a", limits=make_limits(window=80, busy_ms=15))

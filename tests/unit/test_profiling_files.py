@@ -277,6 +277,7 @@ class VirtualEngine(SimulatedEngine):
 def finder(engine: VirtualEngine, log: Any = None, **changes: Any) -> TargetFinder:
     given: dict[str, Any] = {
         "target": TargetOptions(pass_ms_max=100.0),
+        "follow": True,
         "quick_ms_max": 2_000,
         "tokens_max": None,
         "inputs_max": 1_024,
@@ -324,6 +325,27 @@ def test_a_machine_too_slow_for_a_quick_profile_keeps_the_default() -> None:
     engine, log = VirtualEngine(slope_us=50_000.0), Silent()
     assert finder(engine, log).find(engine) is None
     assert [event for event, _ in log.lines] == ["no quick profile"]
+
+
+def test_a_target_is_followed_from_its_profile(tmp_path: Path) -> None:
+    engine = VirtualEngine()
+    save_profile(tmp_path, profile_key(engine.info), CPU)
+    found = finder(engine, cache_dir=tmp_path).find(engine)
+    assert found is not None
+    follow = found.follow
+    assert follow is not None
+    assert (follow.profile_target, follow.profile_free) == (found.tokens, found.tokens)
+    assert (follow.tokens_min, follow.tokens_max) == (SIZES[0], SIZES[-1])
+    assert follow.curve.pass_ms(100) == pytest.approx(15.0)
+    limited = TargetOptions(pass_ms_max=20.0)
+    cut = finder(engine, cache_dir=tmp_path, target=limited).find(engine)
+    assert cut is not None
+    assert cut.follow is not None
+    assert cut.follow.profile_target == 128
+    assert cut.follow.profile_free == found.tokens
+    alone = finder(engine, cache_dir=tmp_path, follow=False).find(engine)
+    assert alone is not None
+    assert alone.follow is None
 
 
 def test_a_profile_yields_to_the_maximum(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ import pytest
 
 from model_server.core import effects as ef
 from model_server.core import events as ev
+from model_server.core.curve import Fit
 from model_server.core.failures import Code
+from model_server.core.following import FollowOptions
 from model_server.core.lifecycle import Phase
+from model_server.core.saturation import TargetOptions
 from tests.harness.scheduler import LIMITS, MS, SchedulerWorld
 
 
@@ -103,6 +106,34 @@ def test_out_of_memory_halves_the_pass_and_lowers_the_maximum(world: SchedulerWo
     assert world.outcome(key) == ["vector", "vector"]
     world.send([30, 30])
     assert len(world.inputs()) == 1
+
+
+def test_a_probe_that_does_not_fit_takes_nothing_from_the_target() -> None:
+    follow = FollowOptions(
+        target=TargetOptions(pass_ms_max=1e9),
+        curve=Fit(fixed_ms=5.0, slope_ms=0.1),
+        profile_target=100,
+        profile_free=100,
+        tokens_min=8,
+        tokens_max=400,
+    )
+    limits = replace(LIMITS, input_tokens_max=20)
+    world = SchedulerWorld(limits, follow=follow)
+    world.open(1)
+    world.send([20] * 16)
+    while world.started().kind is not ef.PassKind.PROBE:
+        world.send([20] * 5)
+        world.done()
+    assert world.started().tokens == 140
+    world.raised(out_of_memory=True)
+    limits = world.scheduler.limits
+    assert (limits.batch_tokens_target, limits.batch_tokens_max) == (100, 100)
+    kinds = set()
+    while world.running is not None:
+        kinds.add(world.started().kind)
+        world.done()
+    assert kinds == {ef.PassKind.ISOLATION, ef.PassKind.NORMAL}
+    assert world.idle()
 
 
 def test_halves_above_the_lowered_maximum_are_halved_again() -> None:
