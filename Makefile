@@ -87,7 +87,9 @@ kafka: $(RUN) ## One real Apache Kafka node in the foreground (Java 17, Maven)
 FROM_QUERIES = $(if $(QUERIES),--queries $(QUERIES))
 FROM_ARRIVALS = $(if $(ARRIVALS),--arrivals $(ARRIVALS))
 
-.PHONY: bench-hotpath bench-latency bench-claims verify
+RECORDS ?= 2000000
+
+.PHONY: bench-hotpath bench-latency bench-claims bench-backlog verify
 bench-hotpath: $(RUN) ## CPU per query and queries per second of one aggregator (JSON=1: JSON arrays)
 	@$(BIN)/python -m ops.bench.hotpath $(FROM_QUERIES) $(if $(filter 1,$(JSON)),--json-arrays) $(ARGS)
 
@@ -97,17 +99,25 @@ bench-latency: $(RUN) ## What the aggregator adds to latency at 100 queries per 
 bench-claims: $(RUN) ## How full claims and passes are against the target
 	@$(BIN)/python -m ops.bench.claims $(FROM_QUERIES) $(ARGS)
 
+bench-backlog: $(RUN) ## Peak memory of one aggregator on a backlog of RECORDS=2000000; counts the results
+	@$(BIN)/python -m ops.bench.backlog --records $(RECORDS) $(ARGS)
+
 verify: $(DEV) ## Every query one result, every vector that of sentence-transformers
 	@$(BIN)/python -m ops.verify $(FROM_QUERIES) $(ARGS)
 
-# Chaos: RUNS=10 runs, SEED=n the first one's seed, ROUNDS=2 of each act.
+# Chaos: RUNS=10 runs, SEED=n the first one's seed, ROUNDS=2 of each act, DELIVERY=exactly_once.
 RUNS ?= 1
 SEED ?= 0
 ROUNDS ?= 1
+DELIVERY ?= at_least_once
+MINUTES ?= 10
 
-.PHONY: chaos
+.PHONY: chaos soak
 chaos: $(DEV) ## Kill, freeze and restart everything on a real Kafka under load; count what came of it
-	@$(BIN)/python -m tests.chaos --runs $(RUNS) --seed $(SEED) --rounds $(ROUNDS) $(ARGS)
+	@$(BIN)/python -m tests.chaos --runs $(RUNS) --seed $(SEED) --rounds $(ROUNDS) --delivery $(DELIVERY) $(ARGS)
+
+soak: $(DEV) ## The same for MINUTES=10 at random, the load swinging three-fold; memory too
+	@$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) --delivery $(DELIVERY) $(ARGS)
 
 .PHONY: up down test-compose
 up: ## The whole stack in containers, in the background (Docker with compose)

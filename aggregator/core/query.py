@@ -27,6 +27,13 @@ HeaderList = Sequence[tuple[str, bytes | None]]
 """A record's headers in their order, repeats and nulls kept."""
 
 
+QUERY_OVERHEAD_BYTES = 1024
+"""What a query holds beside its bytes: 770 of Python's objects as decoded, then a place in queues
+and in a claim. Without it the bytes of short queries bound no memory: windows of many partitions
+hold hundreds of thousands.
+"""
+
+
 class Query:
     """One record of the queries topic, from its admission until it is settled or abandoned."""
 
@@ -90,7 +97,8 @@ class Query:
     deadline_ns: int
     """Monotonic; 0: none."""
     size_bytes: int
-    """Key, value, headers and decoded text: what it counts towards `buffer_bytes_max`."""
+    """Key, value, headers, decoded text and `QUERY_OVERHEAD_BYTES`: what it counts towards
+    `buffer_bytes_max`."""
     id: str
     model: str
     text: str

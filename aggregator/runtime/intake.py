@@ -20,7 +20,7 @@ from aggregator.adapters.kafka_source import RawBatch
 from aggregator.core.calibration import script_class
 from aggregator.core.events import RecordsPolled
 from aggregator.core.failures import Code, Failure, Reason
-from aggregator.core.query import HeaderList, Query, TopicPartition
+from aggregator.core.query import QUERY_OVERHEAD_BYTES, HeaderList, Query, TopicPartition
 from aggregator.wire.query import DecodeOptions, decode_record
 
 
@@ -119,7 +119,7 @@ def _failed(  # noqa: PLR0917 - private, and as the caller has them
     query.timestamp_ms = None if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_ms
     query.arrived_ns = arrived_ns
     query.deadline_ns = 0
-    query.size_bytes = len(message)
+    query.size_bytes = QUERY_OVERHEAD_BYTES + len(message)
     query.id = f"{tp[0]}-{tp[1]}-{query.offset}"
     query.model = ""
     query.text = ""

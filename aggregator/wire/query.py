@@ -23,7 +23,7 @@ import orjson
 from google.protobuf.message import DecodeError
 
 from aggregator.core.failures import Code, Failure, Reason
-from aggregator.core.query import HeaderList, Query, TopicPartition
+from aggregator.core.query import QUERY_OVERHEAD_BYTES, HeaderList, Query, TopicPartition
 from aggregator.wire.headers import (
     CONTENT_TYPE,
     JSON_TYPES,
@@ -128,7 +128,8 @@ def decode_record(
     query.timestamp_ms = timestamp_ms
     query.arrived_ns = arrived_ns
     query.deadline_ns = 0
-    query.size_bytes = (len(value) if value else 0) + (len(key) if key else 0)
+    value_bytes = len(value) if value else 0
+    query.size_bytes = QUERY_OVERHEAD_BYTES + value_bytes + (len(key) if key else 0)
     query.id = ""
     query.model = ""
     query.text = ""

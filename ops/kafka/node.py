@@ -120,7 +120,13 @@ class KafkaNode:
     @property
     def running(self) -> bool:
         """Whether its process lives."""
-        return self._process is not None and self._process.poll() is None
+        return self.pid != 0
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0: there is none."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else 0
 
     def start(self) -> None:
         """Start, or start again with the same ports and data; returns when it serves.

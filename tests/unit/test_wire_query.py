@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aggregator.core.failures import Code, Failure, Reason
-from aggregator.core.query import HeaderList, Query
+from aggregator.core.query import QUERY_OVERHEAD_BYTES, HeaderList, Query
 from aggregator.wire.headers import HeaderRules
 from aggregator.wire.query import DecodeOptions
 from protos.embedding.v1 import query_pb2
@@ -153,7 +153,7 @@ def test_key_value_and_headers_are_kept_as_they_came_and_counted() -> None:
     assert query.key == b"key"
     assert query.value == b'{"text":"a"}'
     assert query.headers == headers
-    assert query.size_bytes == 3 + 12 + (11 + 5 + 1) + len("a")
+    assert query.size_bytes == QUERY_OVERHEAD_BYTES + 3 + 12 + (11 + 5 + 1) + len("a")
 
 
 # Content types ----------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_a_null_value(headers: HeaderList | None) -> None:
 
     assert_undecodable(query)
     assert query.protobuf is (headers is not None)
-    assert query.size_bytes == (0 if headers is None else 12 + 20)
+    assert query.size_bytes == QUERY_OVERHEAD_BYTES + (0 if headers is None else 12 + 20)
 
 
 @pytest.mark.parametrize(
