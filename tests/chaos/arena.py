@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ Protocol = Literal["classic", "consumer"]
 SESSION_MS = 4_000
 MAX_POLL_MS = 8_000
 REVOKE_DEADLINE_MS = 2_000
+DRAIN_DEADLINE_MS = 5_000
 WINDOW_RECORDS = 300
 POLL_RECORDS = 50
 """Small, so that windows fill at these rates and their bounds are put to the test."""
@@ -98,6 +100,7 @@ class Member:
         """Lines of its log that were looked at."""
         self.excused = False
         """What it is through explains that it loses its partitions."""
+        self.frozen = False
 
     def start(self) -> None:
         """Start it; it joins the group when it is ready."""
@@ -105,7 +108,7 @@ class Member:
             "aggregator", "run", environment=self._environment, forget=("claim",)
         )
         self.seen = 0
-        self.excused = False
+        self.excused = self.frozen = False
 
     @property
     def lines(self) -> list[Line]:
@@ -130,6 +133,11 @@ class Member:
                 case "partitions revoked" | "partitions lost":
                     owned -= set(line["partitions"])
         return owned
+
+    @property
+    def found_no_broker(self) -> bool:
+        """Whether it ended because no broker answered at its start, as it must."""
+        return any("no broker answers" in str(line.get("text")) for line in self.lines)
 
     def end(self) -> None:
         """SIGKILL and no more of it."""
@@ -194,6 +202,7 @@ class Fleet:
             "AGGREGATOR_DLQ_TOPIC": self.names.dlq,
             "AGGREGATOR_SESSION_TIMEOUT_MS": str(SESSION_MS),
             "AGGREGATOR_MAX_POLL_INTERVAL_MS": str(MAX_POLL_MS),
+            "AGGREGATOR_DRAIN_DEADLINE_MS": str(DRAIN_DEADLINE_MS),
             "AGGREGATOR_REVOKE_DEADLINE_MS": str(REVOKE_DEADLINE_MS),
             "AGGREGATOR_WINDOW_RECORDS_MAX": str(WINDOW_RECORDS),
             "AGGREGATOR_POLL_RECORDS_MAX": str(POLL_RECORDS),
@@ -233,7 +242,9 @@ class Fleet:
         """SIGTERM; it must end with status 0."""
         assert member.process is not None
         status = member.process.terminate()
-        if status != 0:
+        # One that has said nothing yet had no handler.
+        unborn = status == -signal.SIGTERM and not member.lines
+        if status != 0 and not (unborn or member.found_no_broker or self.options.may_end):
             self.violate(f"{member.name} ended with status {status} at SIGTERM", member)
         self._look(member)
         member.end()
@@ -242,13 +253,14 @@ class Fleet:
         """SIGSTOP."""
         assert member.process is not None
         self.note_death()
-        member.excused = True
+        member.excused = member.frozen = True
         member.process.freeze()
 
     def thaw(self, member: Member) -> None:
-        """SIGCONT."""
-        assert member.process is not None
-        member.process.thaw()
+        """SIGCONT, if it is frozen; it did not live while it was."""
+        if member.process is not None and member.frozen:
+            member.process.thaw()
+        member.frozen = False
 
     # Waiting -------------------------------------------------------------------------------------
 
@@ -290,12 +302,13 @@ class Fleet:
             process = member.process
             if process is None or process.running:
                 continue
-            self.ended_by_themselves += 1
-            why = f"{member.name} ended by itself with status {process.process.returncode}"
-            say(self.name, why)
-            if not self.options.may_end:
-                self.violate(why, member)
-            self.note_death()
+            if not member.found_no_broker:
+                self.ended_by_themselves += 1
+                why = f"{member.name} ended by itself with status {process.process.returncode}"
+                say(self.name, why)
+                if not self.options.may_end:
+                    self.violate(why, member)
+                self.note_death()
             member.end()
             member.start()
         self.arena.tend()
@@ -437,6 +450,16 @@ class Arena:
             time.sleep(down_s)
             server.start()
 
+    def kill_broker(self, down_s: float) -> None:
+        """SIGKILL of the broker; it restarts with its ports and its data after `down_s`."""
+        for fleet in self.fleets:
+            fleet.note_death()
+            for member in list(fleet.members):
+                member.excused = True
+        self.broker.kill()
+        time.sleep(down_s)
+        self.broker.start()
+
     def tend(self) -> None:
         """A model server that ended by itself is a violation, and started again."""
         if not self._lock.acquire(blocking=False):  # somebody is at it
@@ -454,6 +477,14 @@ class Arena:
                     server.start()
         finally:
             self._lock.release()
+
+    def pids(self) -> dict[str, int]:
+        """Every process by name; 0: it is not running."""
+        pids = {"broker": self.broker.pid}
+        pids |= {f"model-server-{i}": server.pid for i, server in enumerate(self.servers, 1)}
+        for fleet in self.fleets:
+            pids |= {member.name: member.pid for member in list(fleet.members)}
+        return pids
 
     def judge(self) -> list[str]:
         """Everything that is wrong, once caught up."""

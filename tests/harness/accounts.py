@@ -43,6 +43,8 @@ LETTERED = frozenset(
 """Reasons of results that have a dead letter (the table in CONTRACTS)."""
 KILLS_A_LONE_SUSPECT = 2
 """Outside kills that each hit its own pass before a sound query is convicted."""
+CLOCK_MS = 5
+"""How far the clocks of one machine, and their rounding, are apart."""
 SHOWN_MAX = 5
 """Examples a violation names."""
 
@@ -65,10 +67,14 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A result: why it is none (`OK`: it is one), and where it lies on the results topic."""
+    """A result: why it is none (`OK`: it is one), and where it lies on the results topic.
+
+    `at_ms`: its timestamp, 0: not known.
+    """
 
     reason: str
     place: Place
+    at_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +142,16 @@ class Accounts:
         self.engine_kills = 0
         """Of model servers, from outside."""
         self.violations: list[str] = []
+        self._sent_ms: dict[Place, int] = {}
         self._committed: dict[int, int] = {}
         self._judged: dict[int, int] = {}
 
     # What happens --------------------------------------------------------------------------------
 
-    def note_sent(self, place: Place, sent: Sent) -> None:
-        """A record is on the queries topic."""
+    def note_sent(self, place: Place, sent: Sent, at_ms: int = 0) -> None:
+        """A record is on the queries topic; `at_ms`: its timestamp."""
         self.sent[place] = sent
+        self._sent_ms[place] = at_ms
         self.period.sent += 1
 
     def note_answer(self, source: Place, answer: Answer) -> None:
@@ -211,6 +219,16 @@ class Accounts:
             if (sent := self.sent.get(place)) is not None
             and DIED_ALONE not in sent.reasons
             and any(answer.reason == DIED_ALONE for answer in answers)
+        ]
+
+    def expired_early(self, ttl_ms: int) -> list[Place]:
+        """Records that expired when they were not yet as old as that, by their timestamps."""
+        return [
+            place
+            for place, answers in self.answers.items()
+            for answer in answers
+            if answer.reason == "EXPIRED"
+            and answer.at_ms + CLOCK_MS < self._sent_ms.get(place, 0) + ttl_ms
         ]
 
     def ends(self) -> dict[int, int]:

@@ -122,7 +122,7 @@ class Ledger:
                 self.failed.append(f"{sent.name}: {error}")
                 return
             with self.lock:
-                self.accounts.note_sent((partition, offset), sent)
+                self.accounts.note_sent((partition, offset), sent, message.timestamp()[1])
 
         self._producer.produce(
             self.names.queries,
@@ -173,7 +173,7 @@ class Ledger:
         fields = result.fields["source"]
         source = (int(fields.get("partition", 0)), int(fields.get("offset", 0)))
         reason = "OK" if result.ok else str(result.fields["error"]["reason"])
-        self.accounts.note_answer(source, Answer(reason, place))
+        self.accounts.note_answer(source, Answer(reason, place, record.timestamp()[1]))
         if self.keep_results:
             self.results.setdefault(source, []).append(result)
 

@@ -7,47 +7,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
 from ops.kafka.node import KafkaNode
-from tests.harness.ledger import Ledger, Names
+from tests.harness.kafka_stack import Stack
+from tests.harness.ledger import Ledger
 from tests.harness.processes import CommandProcess, free_port, simulated_server
 
 pytestmark = pytest.mark.kafka
 
 PARTITIONS = 4
-
-
-@dataclass
-class Stack:
-    """Topics and a group of their own on the real broker, and a model server."""
-
-    bootstrap_servers: str
-    server_port: int
-    protocol: str
-    suffix: str
-
-    def settings(self) -> dict[str, str]:
-        return {
-            "AGGREGATOR_BOOTSTRAP_SERVERS": self.bootstrap_servers,
-            "AGGREGATOR_MODELS": f"minilm=localhost:{self.server_port}",
-            "AGGREGATOR_METRICS_LISTEN": "",
-            "AGGREGATOR_GROUP_ID": f"group-{self.suffix}",
-            "AGGREGATOR_GROUP_PROTOCOL": self.protocol,
-            "AGGREGATOR_QUERIES_TOPIC": f"queries-{self.suffix}",
-            "AGGREGATOR_RESULTS_TOPIC": f"results-{self.suffix}",
-            "AGGREGATOR_DLQ_TOPIC": f"dlq-{self.suffix}",
-        }
-
-    def aggregator(self, **settings: str) -> CommandProcess:
-        return CommandProcess("aggregator", "run", environment={**self.settings(), **settings})
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +31,12 @@ def server_port() -> Iterator[int]:
 
 @pytest.fixture(params=["classic", "consumer"])
 def stack(request: pytest.FixtureRequest, kafka: KafkaNode, server_port: int) -> Stack:
-    stack = Stack(kafka.bootstrap_servers, server_port, request.param, uuid.uuid4().hex[:8])
-    create = [sys.executable, "-m", "aggregator", "topics", "create"]
-    create += ["--partitions", str(PARTITIONS), "--replication-factor", "1"]
-    done = subprocess.run(
-        create, env=stack.settings(), capture_output=True, text=True, check=True, timeout=60
-    )
-    assert f"queries-{stack.suffix}: created, {PARTITIONS} partitions" in done.stdout
-    return stack
+    return Stack(kafka.bootstrap_servers, server_port, request.param, PARTITIONS)
 
 
 @pytest.fixture
 def ledger(stack: Stack) -> Iterator[Ledger]:
-    names = Names(
-        queries=f"queries-{stack.suffix}",
-        results=f"results-{stack.suffix}",
-        dlq=f"dlq-{stack.suffix}",
-    )
-    ledger = Ledger(stack.bootstrap_servers, names)
+    ledger = stack.ledger()
     yield ledger
     ledger.close()
 
@@ -112,7 +72,7 @@ def test_members_come_and_go_and_nothing_is_lost_or_doubled(stack: Stack, ledger
     ledger.read(1.0)
     assert (ledger.lost, ledger.duplicates) == ([], 0)
     assert ledger.errors == []
-    assert ledger.committed(f"group-{stack.suffix}") == ledger.sent_ends()
+    assert ledger.committed() == ledger.sent_ends()
 
 
 def test_sigterm_under_load_leaves_committed_what_is_done(stack: Stack, ledger: Ledger) -> None:
@@ -122,7 +82,7 @@ def test_sigterm_under_load_leaves_committed_what_is_done(stack: Stack, ledger: 
         assert process.terminate() == 0, process.lines[-5:]
     ledger.read(1.0)
     assert len(ledger.results) > 0
-    assert sum(ledger.committed(f"group-{stack.suffix}").values()) == len(ledger.results)
+    assert sum(ledger.committed().values()) == len(ledger.results)
     assert ledger.duplicates == 0
 
 

@@ -159,3 +159,11 @@ def test_counts_of_several_groups_are_summed(accounts: Accounts) -> None:
     merged = merge_counts([accounts.counts(), accounts.counts()])
     assert (merged["sent"], merged["reasons"]) == (10, {"OK": 8, "UNDECODABLE": 2})
     assert merged["duplicates_partition_max"] == 0
+
+
+@pytest.mark.parametrize(("after_ms", "early"), [(900, [(0, 0)]), (1_000, [])])
+def test_expiry_before_its_time_shows(after_ms: int, early: list[tuple[int, int]]) -> None:
+    accounts = Accounts(Limits(duplicates_max=0))
+    accounts.note_sent((0, 0), Sent(name="hasty"), 5_000)
+    accounts.note_answer((0, 0), Answer("EXPIRED", (0, 0), 5_000 + after_ms))
+    assert accounts.expired_early(1_000) == early
