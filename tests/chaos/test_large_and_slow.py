@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from rich.console import Console
@@ -102,7 +102,7 @@ def test_results_that_a_topic_no_longer_takes_are_named_one_by_one(kafka: KafkaN
 
 
 def test_a_backlog_is_answered_within_bounded_memory(node: KafkaNode) -> None:
-    records = 40_000
+    records = 20_000
     verdict = work_off(
         node.bootstrap_servers, read_queries(None, 4_000), records, Console(quiet=True)
     )
@@ -162,10 +162,7 @@ def test_a_server_a_hundred_times_slower_loses_nothing(kafka: KafkaNode) -> None
     assert ledger.accounts.expired_early(ttl_ms) == []
 
 
-@pytest.mark.parametrize("protocol", ["classic", "consumer"])
-def test_work_longer_than_the_poll_interval_is_no_rebalance(
-    kafka: KafkaNode, protocol: str
-) -> None:
+def test_work_longer_than_the_poll_interval_is_no_rebalance(kafka: KafkaNode) -> None:
     """The consumer's thread goes on polling while a pass takes longer than it may not poll."""
     poll_ms, pass_ms, port = 3_000, 5_000, free_port()
     settings = {
@@ -173,22 +170,30 @@ def test_work_longer_than_the_poll_interval_is_no_rebalance(
         "AGGREGATOR_SESSION_TIMEOUT_MS": str(poll_ms),
         "AGGREGATOR_REVOKE_DEADLINE_MS": "700",
     }
-    faults = json.dumps({"[[slow]]": "slow"})
-    with simulated_server(
-        port,
-        MODEL_SERVER_SIMULATED__FAULTS=faults,
-        MODEL_SERVER_SIMULATED__SLOW_MS=str(pass_ms),
-    ):
-        stack = Stack(kafka.bootstrap_servers, port, protocol)
-        with closing(stack.ledger()) as ledger, stack.aggregator(**settings) as process:
+    slow = {
+        "MODEL_SERVER_SIMULATED__FAULTS": json.dumps({"[[slow]]": "slow"}),
+        "MODEL_SERVER_SIMULATED__SLOW_MS": str(pass_ms),
+    }
+    stacks = [Stack(kafka.bootstrap_servers, port, name) for name in ("classic", "consumer")]
+    with ExitStack() as cleanup:
+        cleanup.enter_context(simulated_server(port, **slow))
+        running = [
+            (
+                cleanup.enter_context(closing(stack.ledger())),
+                cleanup.enter_context(stack.aggregator(**settings)),
+            )
+            for stack in stacks
+        ]
+        for ledger, process in running:
             process.wait_for(lambda line: line.get("event") == "partitions assigned")
             for number in range(200):
-                slow = {"text": "[[slow]]"} if number == 100 else {}
-                send(ledger, str(number), number % 4, **slow)
+                text = {"text": "[[slow]]"} if number == 100 else {}
+                send(ledger, str(number), number % 4, **text)
             ledger.flush()
+        for ledger, process in running:
             ledger.wait_for_all()
             assert process.terminate() == 0
-        ledger.accounts.close_period()
-        assert ledger.accounts.judge() == []
-        assert (ledger.duplicates, ledger.errors, rebalances(process)) == (0, [], [])
-        assert ledger.committed() == ledger.sent_ends()
+            ledger.accounts.close_period()
+            assert ledger.accounts.judge() == []
+            assert (ledger.duplicates, ledger.errors, rebalances(process)) == (0, [], [])
+            assert ledger.committed() == ledger.sent_ends()
