@@ -9,11 +9,10 @@ deadlines.
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -48,11 +47,17 @@ from model_server.engines.torch_attention import (
     pack,
     register,
 )
+from model_server.engines.torch_runtime import (
+    DTYPES,
+    choose_device,
+    device_name,
+    free_cached_memory,
+    set_threads,
+    translated,
+)
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 """[tokens] of a pass: token ids or positions."""
-
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 _PROBE_LENGTHS: Final = (3, 11, 3, 7)
@@ -87,11 +92,25 @@ class TorchOptions:
     """Where hashes of unchanged files are remembered."""
 
 
+class TorchModel(Protocol):
+    """A transformer on torch with pooling and the modules after it."""
+
+    folder: ModelFolder
+    device: torch.device
+    dimensions: int
+    positions_max: int | None
+    """Positions that the transformer has; None: no bound is known."""
+
+    def embed(self, inputs: Sequence[Tokens]) -> Vectors:
+        """One forward pass; float32 [inputs, dimensions], in order."""
+        ...
+
+
 class TorchEngine:
     """The engine protocol on torch; `load` makes one."""
 
-    def __init__(self, model: _PackedModel, tokenization: Tokenization, info: ModelInfo) -> None:
-        self._model: _PackedModel | None = model
+    def __init__(self, model: TorchModel, tokenization: Tokenization, info: ModelInfo) -> None:
+        self._model: TorchModel | None = model
         self._tokenization = tokenization
         self._info = info
 
@@ -102,12 +121,27 @@ class TorchEngine:
         Raises:
             ModelRefusedError: the model can't be served exactly, or an option contradicts it.
         """
+        return cls.around(_probed, options, name="torch")
+
+    @classmethod
+    def around(
+        cls,
+        make: Callable[[ModelFolder, torch.device, torch.dtype], TorchModel],
+        options: TorchOptions,
+        *,
+        name: str,
+    ) -> TorchEngine:
+        """The same with another way to run the model, under another name.
+
+        Raises:
+            ModelRefusedError: as `load`.
+        """
         if options.dtype not in DTYPES:
             raise ModelRefusedError(f"dtype {options.dtype!r} is none of {', '.join(DTYPES)}")
-        _set_threads(options.threads)
+        set_threads(options.threads)
         folder = read_model_folder(options.model_path, options.pooling)
-        device = _device(options.device)
-        model = _PackedModel(folder, device=device, dtype=DTYPES[options.dtype])
+        device = choose_device(options.device)
+        model = make(folder, device, DTYPES[options.dtype])
         parts = load_tokenizer(folder.transformer)
         maximum = least_maximum(
             options.input_tokens_max,
@@ -118,11 +152,10 @@ class TorchEngine:
         tokenization = Tokenization(
             parts, input_tokens_max=maximum, include_prompt=folder.pooling.include_prompt
         )
-        model.probe()
         running = Running(
-            engine="torch",
+            engine=name,
             versions=installed_versions("torch", "transformers", "tokenizers"),
-            device=_device_name(device),
+            device=device_name(device),
             dtype=options.dtype,
         )
         info = describe(
@@ -155,10 +188,10 @@ class TorchEngine:
         try:
             return self._model.embed(inputs)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            _free_cached_memory()
+            free_cached_memory()
             raise EngineOutOfMemoryError(str(error)) from error
         except RuntimeError as error:
-            raise _translated(error) from error
+            raise translated(error) from error
 
     def reference(self, inputs: Sequence[Tokens]) -> Vectors:
         """The same vectors by transformers' stock attention in float32, one input at a time.
@@ -173,7 +206,14 @@ class TorchEngine:
     def close(self) -> None:
         """Free the weights. Idempotent."""
         self._model = None
-        _free_cached_memory()
+        free_cached_memory()
+
+
+def _probed(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> _PackedModel:
+    """The model with packed attention, which it is known to bear."""
+    model = _PackedModel(folder, device=device, dtype=dtype)
+    model.probe()
+    return model
 
 
 class _PackedModel:
@@ -184,10 +224,10 @@ class _PackedModel:
         self.folder = folder
         self.device = device
         self._transformer = load_transformer(folder, device, dtype, attention=ATTENTION_NAME)
-        self._position_offset, self.positions_max = _positions(self._transformer)
+        self._position_offset, self.positions_max = positions(self._transformer)
         _refuse_unknown_architecture(self._transformer)
         self.tail = load_tail(folder, device)
-        self.dimensions = vector_dimensions(folder, _size(self._transformer, "hidden_size"))
+        self.dimensions = vector_dimensions(folder, size(self._transformer, "hidden_size"))
 
     @torch.inference_mode()
     def embed(self, inputs: Sequence[Tokens]) -> Vectors:
@@ -201,7 +241,7 @@ class _PackedModel:
             input_ids=self._on_device(ids),
             position_ids=self._on_device(self._position_ids(ids, lengths)),
             packing=pack(lengths, self.device),
-            **_extra_inputs(self._transformer),
+            **extra_inputs(self._transformer),
         )
         vectors = pool_and_finish(
             output.last_hidden_state[0], [inputs[index] for index in order], self.folder, self.tail
@@ -235,7 +275,7 @@ class _PackedModel:
         """
         kind = type(self._transformer).__name__
         random = np.random.default_rng(7)
-        vocabulary = _size(self._transformer, "vocab_size")
+        vocabulary = size(self._transformer, "vocab_size")
         probes = [
             Tokens(ids=random.integers(vocabulary, size=length).tolist())
             for length in _PROBE_LENGTHS
@@ -253,11 +293,16 @@ class _PackedModel:
             raise ModelRefusedError(f"{kind} mixes texts that lie end to end")
 
 
-def _size(model: Any, name: str) -> int:
-    size = getattr(model.config, name, None)
-    if not isinstance(size, int):
+def size(model: Any, name: str) -> int:
+    """A number of the model's configuration.
+
+    Raises:
+        ModelRefusedError: there is none.
+    """
+    value = getattr(model.config, name, None)
+    if not isinstance(value, int):
         raise ModelRefusedError(f"{type(model).__name__}: config.json declares no {name}")
-    return size
+    return value
 
 
 def _refuse_unknown_architecture(model: Any) -> None:
@@ -277,7 +322,7 @@ def _refuse_unknown_architecture(model: Any) -> None:
             raise ModelRefusedError(f"{kind}: {name} is not computed here")
 
 
-def _positions(model: Any) -> tuple[int, int | None]:
+def positions(model: Any) -> tuple[int, int | None]:
     """The first position's number, and how many positions there are (None: no bound is known).
 
     Models with a learned table and a padding position (RoBERTa's family) count from the padding
@@ -292,57 +337,6 @@ def _positions(model: Any) -> tuple[int, int | None]:
     return 0, declared if isinstance(declared, int) and declared > 0 else None
 
 
-def _extra_inputs(model: Any) -> dict[str, Any]:
+def extra_inputs(model: Any) -> dict[str, Any]:
+    """What the model's forward wants besides its tokens."""
     return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
-
-
-def _device(name: str) -> torch.device:
-    if name != "auto":
-        try:
-            return torch.empty(0, device=name).device
-        except (RuntimeError, AssertionError) as error:
-            raise ModelRefusedError(f"device {name!r}: {error}") from error
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _set_threads(threads: int) -> None:
-    if threads < 0:
-        raise ModelRefusedError(f"threads = {threads}")
-    torch.set_num_threads(threads or _cpus())
-
-
-def _cpus() -> int:
-    """CPUs that this process may use; a container's quota counts, which torch does not look at."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cpus = len(affinity(0)) if affinity is not None else (os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        limit = max(1, round(int(quota) / int(period)))
-    except (OSError, ValueError):
-        limit = cpus
-    # Torch's own default leaves out hyperthreads, which matrix products gain nothing from.
-    return max(1, min(cpus, limit, torch.get_num_threads()))
-
-
-def _free_cached_memory() -> None:
-    """Give a GPU's freed blocks back, so that a smaller pass finds whole ones."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _translated(error: RuntimeError) -> Exception:
-    """What a RuntimeError of torch means for the scheduler."""
-    text = str(error)
-    if "can't allocate memory" in text or "out of memory" in text:
-        return EngineOutOfMemoryError(text)
-    if "CUDA error" in text or "device-side assert" in text:
-        return EngineDiedError(text)
-    return error
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device}: {torch.cuda.get_device_name(device)}"
-    return (
-        f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
-    )
