@@ -9,7 +9,7 @@ badly. Nobody should serve with it: it is there to be measured against.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -35,16 +35,21 @@ def load_padded(options: TorchOptions) -> TorchEngine:
     Raises:
         ModelRefusedError: the model can't be served exactly, or an option contradicts it.
     """
-    return TorchEngine.around(PaddedModel, options, name=ENGINE_NAME)
+    return TorchEngine.around(_loaded, options, name=ENGINE_NAME)
+
+
+def _loaded(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> PaddedModel:
+    return PaddedModel(folder, load_transformer(folder, device, dtype, attention=None), device)
 
 
 class PaddedModel:
     """A transformer with its stock attention over padded texts, our pooling and modules."""
 
-    def __init__(self, folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, folder: ModelFolder, transformer: Any, device: torch.device) -> None:
+        """`transformer` is on the device already."""
         self.folder = folder
         self.device = device
-        self._transformer = load_transformer(folder, device, dtype, attention=None)
+        self._transformer = transformer
         _, self.positions_max = positions(self._transformer)
         padding = getattr(self._transformer.config, "pad_token_id", None)
         self._padding = padding if isinstance(padding, int) and padding >= 0 else 0

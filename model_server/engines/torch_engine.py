@@ -209,21 +209,27 @@ class TorchEngine:
         free_cached_memory()
 
 
-def _probed(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> _PackedModel:
+def _probed(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> PackedModel:
     """The model with packed attention, which it is known to bear."""
-    model = _PackedModel(folder, device=device, dtype=dtype)
+    register()
+    transformer = load_transformer(folder, device, dtype, attention=ATTENTION_NAME)
+    model = PackedModel(folder, transformer, device)
     model.probe()
     return model
 
 
-class _PackedModel:
-    """The transformer with packed attention, our pooling and the modules after it."""
+class PackedModel:
+    """A transformer with packed attention (`ATTENTION_NAME`), our pooling and modules."""
 
-    def __init__(self, folder: ModelFolder, *, device: torch.device, dtype: torch.dtype) -> None:
-        register()
+    def __init__(self, folder: ModelFolder, transformer: Any, device: torch.device) -> None:
+        """`transformer` is on the device already.
+
+        Raises:
+            ModelRefusedError: its attention can't be computed without padding.
+        """
         self.folder = folder
         self.device = device
-        self._transformer = load_transformer(folder, device, dtype, attention=ATTENTION_NAME)
+        self._transformer = transformer
         self._position_offset, self.positions_max = positions(self._transformer)
         _refuse_unknown_architecture(self._transformer)
         self.tail = load_tail(folder, device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,15 @@ def read_flops_model(folder: Path) -> FlopsModel:
         raise FlopsUnknownError(f"{folder}: {error}") from error
     if not isinstance(config, dict) or not shapes:
         raise FlopsUnknownError(f"{folder} holds no config.json with safetensors")
+    return flops_model(config, shapes)
+
+
+def flops_model(config: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> FlopsModel:
+    """Of a configuration and the shapes of all weights by name.
+
+    Raises:
+        FlopsUnknownError: the configuration lacks a size, or the model has experts.
+    """
     experts = [name for name in _EXPERTS if config.get(name)]
     if experts:
         raise FlopsUnknownError(f"a model with {experts[0]} runs a part of its weights only")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model_server.core.saturation import Saturation
-from model_server.profiling.profile import Profile
-from model_server.profiling.report import flops_text, formula
+from model_server.profiling.profile import Profile, flops_text, formula
 
 _MEASURED: Final = "#1f5fa8"
 _FIT: Final = "#8a8a8a"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from model_server.core.curve import Fit
 from model_server.core.saturation import (
     Measured,
     Saturation,
@@ -131,3 +132,15 @@ def from_json(text: str) -> Profile:
 
 def _known(table: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
     return {name: table[name] for name in kind.__dataclass_fields__}
+
+
+def formula(fit: Fit) -> str:
+    """The curve as people write it."""
+    sign = "-" if fit.fixed_ms < 0 else ""
+    line = f"{sign}{abs(fit.fixed_ms):.2f} ms + {fit.slope_ms * 1e3:.2f} us x tokens"
+    return line if fit.flat_ms is None else f"max({fit.flat_ms:.2f} ms, {line})"
+
+
+def flops_text(flops: float) -> str:
+    """Operations a second, for people."""
+    return f"{flops / 1e9:.0f} GFLOP/s" if flops < 1e12 else f"{flops / 1e12:.3g} TFLOP/s"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from model_server.core.curve import KNEE_POINTS_MIN, KNEE_SPAN_MIN, Fit
+from model_server.core.curve import KNEE_POINTS_MIN, KNEE_SPAN_MIN
 from model_server.core.saturation import Saturation, TargetRule
-from model_server.profiling.profile import Profile
+from model_server.profiling.profile import Profile, flops_text, formula
 
 _FLAT_RATIO = 1.1
 """A curve that rises by less over its whole range is flat."""
@@ -70,18 +70,6 @@ def sentences(profile: Profile, curve: Saturation) -> list[str]:
     else:
         lines.append(f"MFU is not known: {profile.flops_unknown}.")
     return lines
-
-
-def formula(fit: Fit) -> str:
-    """The curve as people write it."""
-    sign = "-" if fit.fixed_ms < 0 else ""
-    line = f"{sign}{abs(fit.fixed_ms):.2f} ms + {fit.slope_ms * 1e3:.2f} us x tokens"
-    return line if fit.flat_ms is None else f"max({fit.flat_ms:.2f} ms, {line})"
-
-
-def flops_text(flops: float) -> str:
-    """Operations a second, for people."""
-    return f"{flops / 1e9:.0f} GFLOP/s" if flops < 1e12 else f"{flops / 1e12:.3g} TFLOP/s"
 
 
 def _knee(curve: Saturation) -> str:

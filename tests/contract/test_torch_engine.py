@@ -346,8 +346,8 @@ class raising:  # noqa: N801 - reads as a statement
     """While entered, the engine's transformer raises."""
 
     def __init__(self, engine: TorchEngine, failure: Exception) -> None:
-        assert engine._model is not None
-        self._transformer = engine._model._transformer
+        model: Any = engine._model
+        self._transformer = model._transformer
         self._failure = failure
 
     def __enter__(self) -> None:
