@@ -114,6 +114,14 @@ class CloseStreams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CutStream:
+    """End this stream at once, with `failure`: what it held is dropped, it hears nothing more."""
+
+    stream: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestartEngine:
     """Close the engine and start it anew; `EngineReady` is due."""
 
@@ -157,6 +165,7 @@ Effect = (
     | Fail
     | Refuse
     | CloseStreams
+    | CutStream
     | RestartEngine
     | Halt
     | MaximumLowered

@@ -29,14 +29,19 @@ class Chosen:
 
 @dataclass(slots=True, kw_only=True)
 class RunningPass:
-    """The pass that runs, or waits for the write of its announcement (`started` False)."""
+    """The pass that runs, or waits for the write of its announcement to the stream `awaited`."""
 
     pass_id: int
     kind: PassKind
     parts: Sequence[Part]
     tokens: int
     since_ns: int
-    started: bool
+    awaited: int | None
+
+    @property
+    def started(self) -> bool:
+        """Whether it runs."""
+        return self.awaited is None
 
 
 class Passes:

@@ -23,6 +23,7 @@ from model_server.core.effects import (
     Answer,
     AnsweredPart,
     CloseStreams,
+    CutStream,
     Effect,
     Fail,
     Halt,
@@ -69,7 +70,8 @@ from model_server.core.streams import Streams
 
 _SECOND_NS = 1_000_000_000
 ANNOUNCE_TIMEOUT_NS = 2 * _SECOND_NS
-"""A client that does not read an announcement for so long must not hold the engine any more."""
+"""A client that does not read an announcement for so long is cut, so that it holds the engine for
+no other request of its."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +288,7 @@ class Scheduler:
             parts=parts,
             tokens=tokens,
             since_ns=now_ns,
-            started=awaited is None,
+            awaited=awaited,
         )
         if awaited is None:
             self._run()
@@ -311,7 +313,7 @@ class Scheduler:
     def _announcement_written(self, event: AnnouncementWritten, now_ns: int) -> None:
         running = self._pass
         if running is not None and running.pass_id == event.pass_id and not running.started:
-            running.started = True
+            running.awaited = None
             running.since_ns = now_ns
             self._run()
 
@@ -461,15 +463,18 @@ class Scheduler:
                 self._answer_all(running.parts, engine_died(message), now_ns)
                 self._stop(message)
                 return
-            if not running.started and age_ns >= ANNOUNCE_TIMEOUT_NS:
-                self._pass = None
-                unread = not_started("Its client did not read the announcement of its pass.")
-                for part in running.parts:
-                    self._fail(part.request, part.indexes, unread, now_ns)
+            if running.awaited is not None and age_ns >= ANNOUNCE_TIMEOUT_NS:
+                self._cut(running.awaited, now_ns)
         if self._lifecycle.phase is Phase.DRAINING and now_ns >= self._drain_by_ns:
             in_pass = self._pass.parts if self._pass is not None else ()
             self._answer_all(in_pass, not_started("The server's time to drain ran out."), now_ns)
             self._stop(None)
+
+    def _cut(self, stream: int, now_ns: int) -> None:
+        """Its client does not read: whatever it sent would hold the engine once more."""
+        unread = not_started("The stream's client did not read the announcement of a pass.")
+        self._after.append(CutStream(stream=stream, failure=unread))
+        self._stream_closed(StreamClosed(stream=stream), now_ns)
 
     def _expire(self, now_ns: int) -> None:
         """Answer waiting inputs whose time is over."""

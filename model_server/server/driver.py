@@ -17,6 +17,7 @@ from model_server.core.effects import (
     Announce,
     Answer,
     CloseStreams,
+    CutStream,
     Effect,
     Fail,
     Halt,
@@ -129,6 +130,7 @@ class Driver:
             Fail: self._fail,
             Refuse: self._refuse,
             CloseStreams: self._close_streams,
+            CutStream: self._cut_stream,
             RestartEngine: self._restart_engine,
             MaximumLowered: self._maximum_lowered,
             TargetMoved: self._target_moved,
@@ -512,6 +514,11 @@ class Driver:
     def _close_streams(self, effect: CloseStreams) -> None:
         for session in self._sessions.values():
             session.close(effect.failure)
+
+    def _cut_stream(self, effect: CutStream) -> None:
+        self._metrics.streams_cut.inc()
+        self._log.warning("stream cut", stream=effect.stream, reason=effect.failure.message)
+        self._sessions[effect.stream].cut(effect.failure)
 
     def _maximum_lowered(self, effect: MaximumLowered) -> None:
         self._metrics.maximum_lowered.inc()

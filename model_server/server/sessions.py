@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -74,18 +74,24 @@ class Session:
         self._closing = False
         self._failure: Failure | None = None
         self._fault: Failure | None = None
+        self._cut = False
+        self._cancel_write: Callable[[], object] = lambda: None
 
     async def run(self, context: StreamContext) -> None:
         """Until the client has all answers and sends no more, or the server closes the stream."""
         reader = asyncio.create_task(self._read(context))
         reader.add_done_callback(lambda _: self._ordered.set())
+        writer = asyncio.create_task(self._write(context, reader))
+        self._cancel_write = writer.cancel
         try:
-            await self._write(context, reader)
+            await asyncio.wait({writer})
         finally:
+            writer.cancel()
             reader.cancel()
-            (outcome,) = await asyncio.gather(reader, return_exceptions=True)
-        if isinstance(outcome, Exception):
-            raise outcome
+            outcomes = await asyncio.gather(writer, reader, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
         failure = self._fault or self._failure
         if failure is not None:
             await abort(context, failure)
@@ -134,6 +140,13 @@ class Session:
         self._failure = failure
         self._ordered.set()
 
+    def cut(self, failure: Failure) -> None:
+        """End the stream now with a failure, unwritten and unanswered: its client does not read."""
+        self._cut = True
+        self._fault = failure
+        self._outbox.clear()
+        self._cancel_write()
+
     def tokenizing(self) -> None:
         """A request of this stream waits for the tokenizer."""
         self._untokenized += 1
@@ -145,6 +158,8 @@ class Session:
 
     def say(self, running: Sequence[int] = (), awaited: int | None = None) -> None:
         """Send a state: with the last message that is not yet written, or alone."""
+        if self._cut:
+            return
         if not self._outbox or self._outbox[-1].awaited is not None:
             self._order(_Outgoing(pb.EmbedStreamResponse()))
         last = self._outbox[-1]
@@ -196,6 +211,8 @@ class Session:
         self._order(_Outgoing(message, STATUS_BYTES))
 
     def _order(self, outgoing: _Outgoing) -> None:
+        if self._cut:
+            return
         self._outbox.append(outgoing)
         self._outbox_bytes += outgoing.size_bytes
         self._ordered.set()

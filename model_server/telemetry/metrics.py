@@ -80,6 +80,9 @@ TABLE: dict[str, Declared] = {
     "model_server_streams": Declared(
         kind=Gauge, why="Open streams: one for each aggregator that found this server."
     ),
+    "model_server_streams_cut_total": Declared(
+        kind=Counter, why="Streams cut because their clients did not read: a client is at fault."
+    ),
     "model_server_serving": Declared(
         kind=Gauge, why="1 while requests are taken: what health says."
     ),
@@ -124,6 +127,7 @@ class Metrics:
         self.requests_refused = self._make(Counter, "model_server_requests_refused_total")
         self.queued_tokens = self._make(Gauge, "model_server_queued_tokens")
         self.streams = self._make(Gauge, "model_server_streams")
+        self.streams_cut = self._make(Counter, "model_server_streams_cut_total")
         self.serving = self._make(Gauge, "model_server_serving")
         self.engine_restarts = self._make(Counter, "model_server_engine_restarts_total")
         self.batch_tokens_target = self._make(Gauge, "model_server_batch_tokens_target")

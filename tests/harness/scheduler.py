@@ -95,10 +95,13 @@ class SchedulerWorld:
         self.feed(ev.StreamOpened(stream=stream))
 
     def close(self, stream: int) -> None:
+        self._gone(stream)
+        self.feed(ev.StreamClosed(stream=stream))
+
+    def _gone(self, stream: int) -> None:
         self.streams.discard(stream)
         for sent in self.requests.values():
             sent.cancelled |= sent.event.stream == stream
-        self.feed(ev.StreamClosed(stream=stream))
 
     def send(
         self,
@@ -216,6 +219,11 @@ class SchedulerWorld:
             self._answered(effect.request, reasons, last=True)
         elif isinstance(effect, ef.SayState):
             assert set(effect.streams) <= self.streams
+        elif isinstance(effect, ef.CutStream):
+            assert self.awaited is not None
+            assert self.awaited[1] == effect.stream
+            self.awaited = None
+            self._gone(effect.stream)
         elif isinstance(effect, ef.WakeAt):
             self.wake_ns = effect.at_ns
         elif isinstance(effect, ef.RestartEngine | ef.Halt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from model_server.engines.base import Text, Tokens
 from model_server.vectors import Encoding, encode
 from protos.embedding.v1 import embedding_service_pb2 as pb
 from tests.harness.model_server import (
+    CHANNEL_OPTIONS,
     MODEL,
     Running,
     Stream,
@@ -368,3 +370,34 @@ async def test_a_cancelled_unary_call_leaves_the_queue(
     await eventually(lambda: not server.server.driver.scheduler.queued_tokens)
     server.engine.gate.set()
     await stream.answers(held)
+
+
+async def test_clients_that_do_not_read_are_cut_and_the_others_answered(server: Running) -> None:
+    """Each held the engine for one announcement; what it sent besides holds it no more."""
+    async with contextlib.AsyncExitStack() as stack:
+        # A connection each, whose window for what is unread stays at its 64 KiB.
+        options = (*CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0))
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options))
+            for _ in range(3)
+        ]
+        deaf = [await stack.enter_async_context(Stream(channel)) for channel in channels[:2]]
+        for stream in deaf:
+            # More than a connection holds unread, so that no later write returns.
+            for _ in range(8):
+                await stream.send(*["word"] * 200)
+        await eventually(lambda: server.server.driver.scheduler.held_tokens == 0)
+        for stream in deaf:
+            for _ in range(20):
+                await stream.send("alone", exclusive=True)
+        other = await stack.enter_async_context(Stream(channels[2]))
+        await eventually(lambda: server.log.getvalue().count("stream cut") == 2)
+        answers = await other.answers(await other.send("hello"))
+        assert answers[1][-1].last
+        for stream in deaf:
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await stream.end()
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert reasons(error_status(ended.value))[0] == "NOT_STARTED"
+            assert "did not read" in str(ended.value.details())
+    assert server.log.getvalue().count("stream cut") == 2

@@ -287,19 +287,53 @@ def test_a_stream_that_closes_before_its_announcement_is_written_frees_the_engin
     assert world.inputs() == [(other, 0)]
 
 
-def test_a_client_that_does_not_read_its_announcement_does_not_hold_the_engine(
-    world: SchedulerWorld,
-) -> None:
-    key = world.send([30], exclusive=True)
+def test_a_client_that_does_not_read_its_announcement_is_cut(world: SchedulerWorld) -> None:
+    """It holds the engine once, whatever else it has sent."""
+    world.open(2)
+    for _ in range(3):
+        world.send([30], stream=2, exclusive=True)
+    world.send([5], stream=2)
     other = world.send([1])
     late = world.awaited
     assert late is not None
-    world.later(2_000)
-    assert world.outcome(key) == ["NOT_STARTED"]
+    world.later(1_999)
+    assert world.ever(ef.CutStream) == []
+    world.later(1)
+    (cut,) = world.ever(ef.CutStream)
+    assert (cut.stream, cut.failure.reason) == (2, "NOT_STARTED")
+    assert "did not read" in cut.failure.message
     assert world.inputs() == [(other, 0)]
     world.done()
+    assert world.idle()
+    assert world.scheduler.held_tokens == 0
+    # What still comes of it changes nothing.
     world.feed(ev.AnnouncementWritten(pass_id=late[0]))
+    world.send([30], stream=2, exclusive=True)
+    world.close(2)
     assert world.running is None
+    assert world.awaited is None
+
+
+def test_two_clients_that_do_not_read_hold_the_engine_once_each(world: SchedulerWorld) -> None:
+    for stream in (2, 3):
+        world.open(stream)
+        for _ in range(5):
+            world.send([30], stream=stream, exclusive=True)
+    other = world.send([1])
+    for _ in range(2):
+        world.later(2_000)
+    assert sorted(cut.stream for cut in world.ever(ef.CutStream)) == [2, 3]
+    assert world.inputs() == [(other, 0)]
+
+
+def test_a_client_that_reads_in_time_is_not_cut(world: SchedulerWorld) -> None:
+    key = world.send([30], exclusive=True)
+    world.later(1_999)
+    world.written()
+    world.later(1_999)
+    world.done()
+    assert world.ever(ef.CutStream) == []
+    assert world.outcome(key) == ["vector"]
 
 
 def test_the_halves_of_an_exclusive_request_are_announced_first_too(

@@ -172,6 +172,21 @@ async def test_an_awaited_announcement_is_reported_once_it_is_written(world: Wor
     assert [list(m.state.running) for m in world.context.written] == [[1], [2]]
 
 
+async def test_a_stream_that_is_cut_ends_though_a_write_hangs(world: World) -> None:
+    world.context.reads.clear()
+    world.session.say([1], awaited=9)
+    await world.settle()
+    world.session.say([2])
+    world.session.cut(not_started("it does not read"))
+    world.session.say([3], awaited=10)
+    with pytest.raises(AbortedError, match="it does not read"):
+        await world.task
+    assert world.context.aborted is grpc.StatusCode.UNAVAILABLE
+    world.context.reads.set()
+    await world.settle()
+    assert (world.context.written, world.server.written) == ([], [])
+
+
 async def test_reading_stops_while_too_much_waits_for_the_tokenizer(world: World) -> None:
     world.server.tokenizes = True
     world.send(*range(1, 30))
