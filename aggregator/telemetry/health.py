@@ -2,7 +2,10 @@
 
 Alive: the event loop answers within ALIVE_SECONDS. Ready: the given function, which is run on the
 loop, finds nothing missing; what is missing is the body of the 503. A scrape first lets the loop
-refresh its gauges. Knows nothing of what is measured or missing.
+refresh its gauges. Invariant: at most CONNECTIONS_MAX connections are open, each with a thread, and
+none for longer than CLIENT_TIMEOUT_SECONDS, whatever clients do; where there is no room for a new
+one, the oldest gives way, so that clients which stand about don't keep probes out. Knows nothing of
+what is measured or missing.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
@@ -23,6 +27,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 ALIVE_SECONDS = 5.0
 CLIENT_TIMEOUT_SECONDS = 10.0
+CONNECTIONS_MAX = 32
+"""Probes and scrapes need two or three."""
+GIVE_WAY_SECONDS = 0.1
+"""How long a new connection waits for the thread of the one that gives way."""
 POLL_SECONDS = 0.1
 """How long `close` may have to wait."""
 
@@ -121,11 +129,54 @@ class HealthServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    # Of connections not yet accepted: at the default of 5 a probe may wait for seconds.
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
+        self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._lock = threading.Lock()
+        self._open: dict[Any, float] = {}
+        """By connection, the time at which it is cut; the oldest first."""
         super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a connection a thread, if need be that of the oldest."""
+        if not self._room.acquire(blocking=False):
+            with self._lock:
+                oldest = next(iter(self._open), None)
+            _cut(oldest)
+            if not self._room.acquire(timeout=GIVE_WAY_SECONDS):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._open[request] = time.monotonic() + CLIENT_TIMEOUT_SECONDS
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._gone(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """In the connection's thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._gone(request)
+
+    def service_actions(self) -> None:
+        """Every POLL_SECONDS: cut what takes too long, a byte now and then though it may send."""
+        now_s = time.monotonic()
+        with self._lock:
+            late = [connection for connection, cut_s in self._open.items() if cut_s <= now_s]
+        for connection in late:
+            _cut(connection)
+
+    def _gone(self, request: Any) -> None:
+        with self._lock:
+            del self._open[request]
+        self._room.release()
 
     def server_bind(self) -> None:
         """As http.server's, without its reverse look-up of our own name, which may hang."""
@@ -136,6 +187,13 @@ class _Server(ThreadingHTTPServer):
         """As socketserver's, but a client that is gone is not worth a traceback."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
+
+
+def _cut(connection: socket.socket | None) -> None:
+    """End a connection under its thread, which then sees its end."""
+    if connection is not None:
+        with contextlib.suppress(OSError):  # it has just ended by itself
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _handler_of(health: HealthServer) -> type[BaseHTTPRequestHandler]:

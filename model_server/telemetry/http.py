@@ -1,7 +1,8 @@
 """`/metrics`, `/livez` and `/readyz` over HTTP, on the event loop.
 
 On the loop on purpose: `/livez` answers exactly as long as the loop does. Serves GET only, one
-request a connection.
+request a connection. At most CONNECTIONS_MAX are open, each for CLIENT_TIMEOUT_SECONDS at most; for
+one more the oldest gives way, so that clients which stand about don't keep probes out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 CLIENT_TIMEOUT_SECONDS = 10.0
 HEADER_BYTES_MAX = 16_384
+CONNECTIONS_MAX = 32
+"""Probes and scrapes need two or three."""
 _TEXT = "text/plain; charset=utf-8"
 _NONSENSE = (asyncio.IncompleteReadError, asyncio.LimitOverrunError)
 
@@ -31,6 +34,8 @@ class TelemetryServer:
         self._registry = registry
         self._missing = missing
         self._server: asyncio.Server | None = None
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        """Connections, the oldest first."""
 
     async def listen(self, address: str) -> int:
         """Listen on HOST:PORT (0: a free port); returns the port.
@@ -54,18 +59,29 @@ class TelemetryServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A client that is gone, slow or talks nonsense gets nothing.
-        with contextlib.suppress(OSError, ValueError, TimeoutError, *_NONSENSE):
-            async with asyncio.timeout(CLIENT_TIMEOUT_SECONDS):
-                head = await reader.readuntil(b"\r\n\r\n")
-                status, content_type, body = self.answer(head.split(b"\r\n", 1)[0].decode("ascii"))
-                writer.write(
-                    f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
-                    f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
-                    + body
-                )
-                await writer.drain()
-        writer.close()
+        self._open[writer] = None
+        if len(self._open) > CONNECTIONS_MAX:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        try:
+            # A client that is gone, slow or talks nonsense gets nothing.
+            with contextlib.suppress(OSError, ValueError, TimeoutError, *_NONSENSE):
+                async with asyncio.timeout(CLIENT_TIMEOUT_SECONDS):
+                    await self._converse(reader, writer)
+        finally:
+            self._open.pop(writer, None)
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status, content_type, body = self.answer(head.split(b"\r\n", 1)[0].decode("ascii"))
+        writer.write(
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+            + body
+        )
+        await writer.drain()
 
     def answer(self, request_line: str) -> tuple[HTTPStatus, str, bytes]:
         """Status, content type and body for a request line such as `GET /readyz HTTP/1.1`."""
