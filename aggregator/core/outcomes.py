@@ -70,8 +70,12 @@ class Course(IntEnum):
     """A started attempt failed: again, up to the maximum."""
 
 
-def course(failure: Failure) -> Course:
-    """Classify a failure that a server reported."""
+def course(failure: Failure, *, deadline: bool = True) -> Course:
+    """Classify a failure that a server reported; `deadline`: the query has one.
+
+    A refusal that names no field and an expiry of what can't expire are any other status: the
+    consumer could do nothing with them.
+    """
     code, reason = failure.code, failure.reason
     if reason is Reason.ENGINE_DIED:
         return Course.DEATH
@@ -79,7 +83,9 @@ def course(failure: Failure) -> Course:
         return Course.HELD
     if reason is Reason.NOT_STARTED:
         return Course.NOT_STARTED
-    if code in (Code.INVALID_ARGUMENT, Code.DEADLINE_EXCEEDED):
+    if reason is Reason.INVALID_FIELD and failure.field is not None:
+        return Course.END
+    if reason is Reason.EXPIRED and deadline:
         return Course.END
     if reason in (Reason.ENGINE_FAILED_ALONE, Reason.NOT_FINITE):
         return Course.END
@@ -88,13 +94,12 @@ def course(failure: Failure) -> Course:
 
 def final(failure: Failure) -> Failure:
     """The failure that a consumer is told for `Course.END`, with the flags of the table."""
-    if failure.code is Code.DEADLINE_EXCEEDED:
+    if failure.reason is Reason.EXPIRED:
         return EXPIRED
-    dead_letter = failure.code is Code.INTERNAL
     return Failure(
         code=failure.code,
-        reason=failure.reason if dead_letter else Reason.INVALID_FIELD,
+        reason=failure.reason,
         message=failure.message,
         field=failure.field,
-        dead_letter=dead_letter,
+        dead_letter=failure.code is Code.INTERNAL,
     )

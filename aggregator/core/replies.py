@@ -172,11 +172,12 @@ class Replies:
         _settle_tokens(server, claim, [whole[each.index] for each in failures])
         dead: list[Query] = []
         unstarted: list[Query] = []
-        sound = True
-        for each in failures:
+        courses = [
+            outcomes.course(each.failure, deadline=whole[each.index].deadline_ns != 0)
+            for each in failures
+        ]
+        for each, course in zip(failures, courses, strict=True):
             query, failure = whole[each.index], each.failure
-            course = outcomes.course(failure)
-            sound = sound and course is Course.END
             if query.phase != IN_FLIGHT or query.claim_id != claim.claim_id:
                 continue
             if course is Course.END:
@@ -187,8 +188,8 @@ class Replies:
                 self._attempt_failed(claim, query, failure, now_ns, result)
             else:
                 unstarted.append(query)
-        self._judge_server(server, failures, now_ns)
-        if sound:
+        self._judge_server(server, failures, courses, now_ns)
+        if all(course is Course.END for course in courses):
             server.breaker.succeeded()
         if dead:
             late, convicted = self._waiting.died(claim, dead, server, now_ns)
@@ -197,15 +198,16 @@ class Replies:
         result.late += self._waiting.not_started(claim, unstarted, now_ns)
 
     @staticmethod
-    def _judge_server(server: Server, failures: Sequence[InputFailure], now_ns: int) -> None:
+    def _judge_server(
+        server: Server, failures: Sequence[InputFailure], courses: Sequence[Course], now_ns: int
+    ) -> None:
         """One failure of the server at most, however many inputs met it."""
-        courses = {outcomes.course(each.failure) for each in failures}
         if Course.DEATH in courses:
             server.engine_died(now_ns)
         elif Course.NOT_STARTED in courses or Course.ATTEMPT in courses:
             server.failed(now_ns)
-        for each in failures:
-            if outcomes.course(each.failure) is Course.HELD:
+        for each, course in zip(failures, courses, strict=True):
+            if course is Course.HELD:
                 server.hold(now_ns + _hold_ns(each.failure))
 
     def _attempt_failed(

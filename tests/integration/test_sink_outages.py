@@ -35,7 +35,7 @@ pytestmark = pytest.mark.kafka
 
 WAIT_S = 60.0
 USER, PASSWORD = "aggregator", "secret"
-HELD_MS, STOPS_MS = 60_000, 4_000
+HELD_MS, STOPS_MS = 32_000, 4_000
 """`sink_outage_ms_max`: far longer than the outage; shorter."""
 
 

@@ -33,7 +33,9 @@ STATUSES = [
     DIED,
     NOT_STARTED,
     ODD,
-    failure(Code.INVALID_ARGUMENT, Reason.INVALID_FIELD),
+    failure(Code.INVALID_ARGUMENT, Reason.INVALID_FIELD, field="text"),
+    failure(Code.INVALID_ARGUMENT, Reason.SERVER_ERROR),
+    failure(Code.DEADLINE_EXCEEDED, Reason.EXPIRED),
     failure(Code.INTERNAL, Reason.ENGINE_FAILED_ALONE),
     failure(Code.RESOURCE_EXHAUSTED, Reason.TOO_MUCH_HELD, retry_after_ms=30),
 ]

@@ -65,9 +65,13 @@ def make_limits(
     )
 
 
-def failure(code: Code, reason: Reason, *, retry_after_ms: int | None = None) -> Failure:
+def failure(
+    code: Code, reason: Reason, *, field: str | None = None, retry_after_ms: int | None = None
+) -> Failure:
     """A status that a server answered with."""
-    return Failure(code=code, reason=reason, message="told so", retry_after_ms=retry_after_ms)
+    return Failure(
+        code=code, reason=reason, message="told so", field=field, retry_after_ms=retry_after_ms
+    )
 
 
 DIED = failure(Code.UNAVAILABLE, Reason.ENGINE_DIED)

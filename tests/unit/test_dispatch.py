@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from aggregator.core.events import Loss
-from aggregator.core.failures import Code, Reason
+from aggregator.core.failures import Code, Failure, Reason
 from aggregator.core.query import ABANDONED, IN_FLIGHT, WAITING
 from tests.unit.dispatch_bench import (
     DIED,
@@ -291,7 +291,7 @@ def test_counts_of_whole_claims_steer_the_margin() -> None:
     ("told", "code", "reason", "dead_letter", "retryable"),
     [
         (
-            failure(Code.INVALID_ARGUMENT, Reason.INVALID_FIELD),
+            failure(Code.INVALID_ARGUMENT, Reason.INVALID_FIELD, field="dimensions"),
             Code.INVALID_ARGUMENT,
             Reason.INVALID_FIELD,
             False,
@@ -325,7 +325,7 @@ def test_a_final_status_of_one_input_ends_it_alone(
 ) -> None:
     bench = Bench()
     bench.says()
-    claim = one(bench.admit(*make_queries(3)))
+    claim = one(bench.admit(*make_queries(3, ttl_ms=10**6)))
     answered = bench.answer(claim, errors=[(1, told)])  # type: ignore[list-item]
     assert [q.offset for q in answered.vectors[0].queries] == [0, 2]
     (query,) = answered.ended
@@ -337,6 +337,35 @@ def test_a_final_status_of_one_input_ends_it_alone(
         dead_letter,
         retryable,
     )
+    assert ended.field == ("dimensions" if reason is Reason.INVALID_FIELD else None)
+
+
+@pytest.mark.parametrize(
+    ("told", "ttl_ms"),
+    [
+        # A consumer can do nothing with a refusal of no field,
+        (failure(Code.INVALID_ARGUMENT, Reason.INVALID_FIELD), 0),
+        (failure(Code.INVALID_ARGUMENT, Reason.SERVER_ERROR), 0),
+        (failure(Code.INVALID_ARGUMENT, Reason.SERVER_ERROR), 10**6),
+        # nor with an expiry of what has no time to live, or has not expired as far as we know.
+        (failure(Code.DEADLINE_EXCEEDED, Reason.EXPIRED), 0),
+        (failure(Code.DEADLINE_EXCEEDED, Reason.SERVER_ERROR), 10**6),
+    ],
+)
+def test_what_a_foreign_server_cannot_mean_is_any_other_status(told: Failure, ttl_ms: int) -> None:
+    bench = Bench(attempts_max=2)
+    bench.says()
+    sent = bench.admit(make_query(0, ttl_ms=ttl_ms))
+    for _ in range(2):
+        assert bench.ended == []
+        bench.answer(one(sent), errors=[(0, told)])
+        bench.core.servers[0].breaker.succeeded()
+        sent = bench.says() or bench.tick(1100)
+    (query,) = bench.ended
+    assert query.failure is not None
+    assert (query.failure.code, query.failure.reason) == (Code.INTERNAL, Reason.SERVER_ERROR)
+    assert query.failure.message == f"{told.code}: told so"
+    assert (query.failure.retryable, query.failure.dead_letter) == (True, True)
 
 
 def test_any_other_status_is_retried_up_to_the_maximum() -> None:
