@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from confluent_kafka import (
     Consumer,
@@ -48,6 +48,8 @@ from aggregator.core.query import TopicPartition
 
 POLL_S = 0.02
 """How long a command may have to wait for an idle poll."""
+LAG_EVERY_S = 1.0
+"""How old `KafkaSource.lag` may be while polls go on."""
 _COMMITTED_TIMEOUT_S = 5.0
 
 _HOPELESS = frozenset(
@@ -81,6 +83,18 @@ class RawBatch:
     messages: Sequence[RawRecord]
     epochs: Mapping[TopicPartition, int]
     positions: Sequence[Position]
+
+
+class Lag(NamedTuple):
+    """Offsets between what was read and the end of the topic's partitions that are ours.
+
+    By position: markers of transactions and compaction leave offsets that no record ever has. The
+    ends are those that the last fetches told, so a paused partition's stands still.
+    """
+
+    total: int = 0
+    largest: int = 0
+    """Of one partition."""
 
 
 class SourceListener(Protocol):
@@ -140,6 +154,8 @@ class KafkaSource:
         self._listener = listener
         self.joined = False
         """The group has said at least once what is ours, if only that nothing is."""
+        self.lag = Lag()
+        """Replaced as a whole by the consumer's thread, so any thread may read it."""
         self._commands: queue.SimpleQueue[SourceCommand | _Taken | _Close] = queue.SimpleQueue()
         config = consumer_config(options.kafka)
         config |= {"error_cb": self._on_error, "on_commit": self._on_commit}
@@ -156,6 +172,7 @@ class KafkaSource:
         self._epochs: dict[TopicPartition, int] = {}
         self._partitions: list[KafkaPartition] = []
         self._positions: dict[TopicPartition, int] = {}
+        self._lag_due_s = 0.0
         self._revoke_id = 0
         self._released = False
         self._revoking = False
@@ -284,6 +301,7 @@ class KafkaSource:
             self._pause_if_due()
             return
         positions = self._moved_positions(messages)
+        self._note_lag()
         if messages or positions:
             self._batch_out = True
             self._listener.on_batch(
@@ -318,6 +336,23 @@ class KafkaSource:
             self._positions[tp] = partition.offset
             moved.append(Position(tp=tp, epoch=self._epochs[tp], offset_next=partition.offset))
         return moved
+
+    def _note_lag(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._lag_due_s:
+            return
+        self._lag_due_s = now_s + LAG_EVERY_S
+        lags = [self._lag_of(partition) for partition in self._partitions]
+        self.lag = Lag(sum(lags), max(lags, default=0))
+
+    def _lag_of(self, partition: KafkaPartition) -> int:
+        """0 where no fetch has told the end yet: asking for it would hold the thread up."""
+        watermarks = self._consumer.get_watermark_offsets(partition, cached=True)
+        if watermarks is None:
+            return 0
+        low, end = watermarks
+        position = self._positions.get((partition.topic, partition.partition), low)
+        return max(end - max(position, low), 0) if end >= 0 else 0
 
     def _check_retention(
         self, tp: TopicPartition, expected: int, messages: Sequence[RawRecord]

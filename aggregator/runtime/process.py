@@ -424,6 +424,8 @@ class _Process:
         metrics.set(m.PARTITIONS_ASSIGNED, gauges.partitions)
         metrics.set(m.PARTITIONS_PAUSED, gauges.partitions_paused)
         metrics.set(m.UNSETTLED_RECORDS, gauges.unsettled)
+        metrics.set(m.LAG_OFFSETS, self._source.lag.total)
+        metrics.set(m.LAG_OFFSETS_MAX, self._source.lag.largest)
         metrics.set(m.BUFFER_BYTES, gauges.buffer_bytes)
         for name, dispatcher in self._core.dispatchers.items():
             metrics.set(m.BACKLOG_QUERIES, dispatcher.waiting, name)

@@ -228,6 +228,15 @@ PARTITIONS_PAUSED = _gauge(
     "aggregator_partitions_paused",
     "Partitions paused because a window or buffer is full.",
 )
+LAG_OFFSETS = _gauge(
+    "aggregator_lag_offsets",
+    "Offsets of the queries topic not yet read, over our partitions, as the last fetches told: a "
+    "steady rise asks for more aggregators or servers. Stands still while partitions are paused.",
+)
+LAG_OFFSETS_MAX = _gauge(
+    "aggregator_lag_offsets_max",
+    "The same of the partition that is furthest behind: far above the mean means skewed keys.",
+)
 UNSETTLED_RECORDS = _gauge(
     "aggregator_unsettled_records",
     "Admitted records without a durable result.",

@@ -414,6 +414,8 @@ _CONSUMER = pytest.param("kafka-consumer", marks=pytest.mark.kafka)
 TRUTHFUL = [_FAKE, _CLASSIC, _CONSUMER]
 """Parameters of a world fixture: worlds that know transactions, retention and topic settings."""
 EVERYWHERE = [*TRUTHFUL, _MOCK]
+CLIENTS = [_CLASSIC, _CONSUMER, _MOCK]
+"""Those in which the client library runs."""
 ONE_OF_EACH_TRUTHFUL = [_FAKE, _CONSUMER]
 """For what is the same in both group protocols."""
 ONE_OF_EACH = [*ONE_OF_EACH_TRUTHFUL, _MOCK]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from aggregator.adapters.kafka_source import RawBatch
+from aggregator.adapters import kafka_source
+from aggregator.adapters.kafka_source import KafkaSource, RawBatch
 from aggregator.core.effects import Commit, CommitOffset
 from aggregator.core.events import (
     CommitDone,
@@ -21,6 +22,7 @@ from aggregator.core.events import (
 )
 from ops.kafka.node import KafkaNode
 from tests.contract.kafka_world import (
+    CLIENTS,
     EVERYWHERE,
     TRUTHFUL,
     BrokerWorld,
@@ -347,6 +349,44 @@ def test_positions_pass_over_what_is_no_record(true_world: World) -> None:
     told.wait(lambda: told.positions.get(tp) == 7)
     assert told.offsets(tp) == [0, 1, 6]
     assert told.losses == []
+
+
+@pytest.fixture(params=CLIENTS)
+def broker_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Each world in which the client library runs."""
+    yield from make_world(request)
+
+
+def test_lag_is_told_by_position(broker_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of all partitions, and comes to 0 behind what is no record."""
+    monkeypatch.setattr(kafka_source, "LAG_EVERY_S", 0.0)
+    world = broker_world
+    topic = world.topic(partitions=2)
+    ends = {(topic, 0): 40, (topic, 1): 10}
+    for (_, partition), number in ends.items():
+        world.write(topic, records(number), partition=partition)
+    source, told = world.source(topic, poll_records_max=1)
+    assert isinstance(source, KafkaSource)
+    told.take_at_once = False
+    seen = 0
+    while len(told.positions) < len(ends):
+        told.wait(lambda: len(told.batches) > seen)  # noqa: B023
+        seen = len(told.batches)
+        if len(told.positions) < len(ends):
+            source.taken()
+    lags = [end - told.positions[tp] for tp, end in ends.items()]
+    assert source.lag == (sum(lags), max(lags))
+    told.take_at_once = True
+    source.taken()
+    told.wait(lambda: told.positions == ends)
+    if world.real:
+        world.write_aborted(topic, 3)  # and its marker
+        ends[topic, 0] += 4
+        told.wait(lambda: told.positions == ends)
+    world.write(topic, records(1), partition=1)
+    told.wait(lambda: told.positions[topic, 1] == 11)
+    told.wait(lambda: source.lag == (0, 0))
+    source.close(60)
 
 
 def test_records_deleted_before_the_group_came_back_are_counted(true_world: World) -> None:

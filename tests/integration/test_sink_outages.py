@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._acl import AclBinding, AclBindingFilter, AclOperation, AclPermissionType
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
@@ -280,10 +280,19 @@ class Stack:
         return Consumer({**settings, "enable.auto.commit": False, "fetch.wait.max.ms": 10})
 
     def committed(self) -> int:
+        """The group's offset; asked again while a broker that has just started looks for it."""
         member = self._consumer()
+        deadline_s = time.monotonic() + WAIT_S
         try:
-            (place,) = member.committed([TopicPartition(self.queries, 0)], timeout=WAIT_S)
-            return place.offset
+            while True:
+                try:
+                    (place,) = member.committed([TopicPartition(self.queries, 0)], timeout=WAIT_S)
+                except KafkaException:
+                    if time.monotonic() > deadline_s:
+                        raise
+                    time.sleep(0.05)
+                else:
+                    return place.offset
         finally:
             member.close()
 
