@@ -25,7 +25,13 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from model_server.core.curve import Fit, Point, fit_curve, fit_line, knee_of
-from model_server.core.saturation import Target, TargetOptions, TargetRule, implied_target
+from model_server.core.saturation import (
+    Target,
+    TargetOptions,
+    TargetRule,
+    implied_target,
+    largest_within,
+)
 
 WINDOW_PASSES = 160
 HOLD_PASSES = 200
@@ -111,11 +117,11 @@ class TargetFollower:
         if len(ratios) < _NEAR_PASSES_MIN:
             return None
         scaled = options.curve.scaled(median(ratios))
-        allowed = implied_target(
-            scaled, options.target, tokens_min=options.tokens_min, tokens_max=options.tokens_max
+        allowed = largest_within(
+            scaled, options.target.pass_ms_max, options.tokens_min, options.tokens_max
         )
-        if allowed.rule is TargetRule.LIMIT and allowed.tokens < self._free:
-            return allowed
+        if allowed < self._free:
+            return Target(tokens=allowed, rule=TargetRule.LIMIT)
         return Target(tokens=self._free, rule=TargetRule.THROUGHPUT)
 
     def _bounded(self, implied: Target, tokens_max: int) -> int:

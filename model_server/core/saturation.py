@@ -181,7 +181,7 @@ def implied_target(fit: Fit, options: TargetOptions, *, tokens_min: int, tokens_
     knee = fit.knee_tokens
     slack = options.latency_slack_ratio
     if fit.flat_ms is not None and slack is not None:
-        wanted = _largest_by(fit, (1.0 + slack) * fit.flat_ms, tokens_min, tokens_max)
+        wanted = largest_within(fit, (1.0 + slack) * fit.flat_ms, tokens_min, tokens_max)
         rule = TargetRule.LATENCY_SLACK
     else:
         # Throughput rises to the end of the range, or to the knee where it falls behind that.
@@ -192,13 +192,14 @@ def implied_target(fit: Fit, options: TargetOptions, *, tokens_min: int, tokens_
         enough = THROUGHPUT_RATIO * peak / fit.pass_ms(peak)
         wanted = _first(lambda t: t / fit.pass_ms(t) >= enough, tokens_min, peak)
         rule = TargetRule.THROUGHPUT
-    allowed = _largest_by(fit, options.pass_ms_max, tokens_min, tokens_max)
+    allowed = largest_within(fit, options.pass_ms_max, tokens_min, tokens_max)
     if allowed < wanted:
         return Target(tokens=allowed, rule=TargetRule.LIMIT)
     return Target(tokens=wanted, rule=rule)
 
 
-def _largest_by(fit: Fit, pass_ms_max: float, tokens_min: int, tokens_max: int) -> int:
+def largest_within(fit: Fit, pass_ms_max: float, tokens_min: int, tokens_max: int) -> int:
+    """The largest size of a range whose pass is no longer than this; its smallest, if none is."""
     beyond = _first(lambda t: fit.pass_ms(t) > pass_ms_max, tokens_min, tokens_max + 1)
     return max(tokens_min, beyond - 1)
 

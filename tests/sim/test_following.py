@@ -9,9 +9,11 @@ import pytest
 
 from model_server.core.curve import Fit
 from model_server.core.effects import PassKind
-from model_server.core.following import HOLD_PASSES, STEP_RATIO
+from model_server.core.following import HOLD_PASSES, STEP_RATIO, FollowOptions
+from model_server.core.saturation import TargetOptions
 from model_server.core.steering import PROBE_EVERY
 from tests.sim.following import CPU, FollowingWorld
+from tests.sim.world import MS, TARGET, Setup, World
 
 SEEDS = pytest.mark.parametrize("seed", [1, 2])
 ENOUGH = 3_000
@@ -160,6 +162,52 @@ def test_without_backlog_there_are_no_probes() -> None:
     world.steady(0.1 * capacity, 120)
     assert len(world.seen.passes) > 500
     assert {kind for kind, _ in world.seen.passes} == {PassKind.NORMAL}
+
+
+# With aggregators
+
+
+class Linear(World):
+    """Machines without a flat part: 2 ms and 50 us a token."""
+
+    def pass_time_ns(self, tokens: int) -> int:
+        return int((2.0 + 0.05 * tokens) * MS)
+
+
+def followed(curve: Fit, pass_ms_max: float) -> FollowOptions:
+    return FollowOptions(
+        target=TargetOptions(pass_ms_max=pass_ms_max),
+        curve=curve,
+        profile_target=TARGET,
+        profile_free=TARGET,
+        tokens_min=8,
+        tokens_max=4_096,
+    )
+
+
+@pytest.mark.parametrize("aggregators", [1, 4])
+def test_aggregators_fill_a_probe(aggregators: int) -> None:
+    """More comes than runs; the wider window is used, and nothing is above 1.5 targets."""
+    same = followed(Fit(fixed_ms=0.0, slope_ms=0.025, flat_ms=15.0), 1e9)
+    setup = Setup(aggregators=aggregators, load=1.3, queries=15_000, follow=same)
+    outcome = World(setup).run()
+    assert outcome.targets == []
+    large = [tokens for tokens in outcome.pass_sizes if tokens > TARGET]
+    assert len(large) == pytest.approx(len(outcome.pass_sizes) / PROBE_EVERY, abs=2)
+    assert min(large) >= 1.3 * TARGET
+    assert max(large) <= 1.5 * TARGET
+
+
+def test_aggregators_follow_a_target_that_moves() -> None:
+    """A machine at half the profile's speed: a pass of the target takes 32 ms, 20 are allowed."""
+    faster = followed(Fit(fixed_ms=1.0, slope_ms=0.025), 20.0)
+    setup = Setup(aggregators=2, load=0.5, queries=30_000, follow=faster)
+    outcome = Linear(setup).run()
+    assert outcome.targets[-1] == pytest.approx(360, rel=0.1)
+    assert sorted(outcome.targets, reverse=True) == outcome.targets
+    # Claims are no larger than the target that servers tell of, so passes are full of whole ones.
+    late = outcome.pass_sizes[-500:]
+    assert max(late) <= 1.5 * outcome.targets[-1]
 
 
 def test_a_target_that_is_set_stays_and_is_not_probed() -> None:

@@ -25,6 +25,7 @@ from model_server.core.events import (
     StreamOpened,
 )
 from model_server.core.events import Tick as ServerTick
+from model_server.core.following import FollowOptions
 from model_server.core.limits import Limits
 from model_server.core.scheduler import Scheduler, SchedulerOptions
 
@@ -55,6 +56,8 @@ class Setup:
     lead_ns: int = 3 * MS
     warm_up_ns: int = 0
     """Latencies of what arrives earlier are not counted."""
+    follow: FollowOptions | None = None
+    """Servers let their target follow the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,10 @@ class Outcome:
     pass_tokens: int = 0
     pass_tokens_max: int = 0
     claims: int = 0
+    pass_sizes: list[int] = field(default_factory=list)
+    """Tokens of each pass, in order."""
+    targets: list[int] = field(default_factory=list)
+    """Those that servers moved to."""
 
     def quantile(self, q: float, aggregator: int | None = None) -> float:
         """A quantile of the latency, over one aggregator's queries or all."""
@@ -272,7 +279,8 @@ class ServerSide:
 
     def open(self) -> None:
         samples = ((10, self.world.setup.pass_ns), (TARGET, self.world.setup.pass_ns))
-        self._handle(EngineReady(limits=self.limits, pass_samples=samples))
+        follow = self.world.setup.follow
+        self._handle(EngineReady(limits=self.limits, pass_samples=samples, follow=follow))
         for stream in range(1, self.world.setup.aggregators + 1):
             self._handle(StreamOpened(stream=stream))
 
@@ -308,6 +316,8 @@ class ServerSide:
                 case server_effects.WakeAt():
                     at_ns = max(effect.at_ns, now_ns)
                     self.world.at(at_ns, lambda: self._handle(ServerTick()))
+                case server_effects.TargetMoved():
+                    self.world.outcome.targets.append(effect.batch_tokens_target)
                 case _:
                     raise AssertionError(f"not in this world: {effect}")
 
@@ -316,6 +326,7 @@ class ServerSide:
         ended_ns = started_ns + self.world.pass_time_ns(effect.tokens)
         self.world.outcome.passes += 1
         self.world.outcome.pass_tokens += effect.tokens
+        self.world.outcome.pass_sizes.append(effect.tokens)
         self.world.outcome.pass_tokens_max = max(self.world.outcome.pass_tokens_max, effect.tokens)
         done = PassDone(pass_id=effect.pass_id, started_ns=started_ns, ended_ns=ended_ns)
         self.world.at(ended_ns, lambda: self._handle(done))
@@ -327,8 +338,8 @@ class ServerSide:
             server=str(self.index),
             phase=ServerPhase.READY,
             limits=ServerLimits(
-                batch_tokens_target=TARGET,
-                batch_tokens_max=4 * TARGET,
+                batch_tokens_target=scheduler.limits.batch_tokens_target,
+                batch_tokens_max=scheduler.limits.batch_tokens_max,
                 window_tokens=scheduler.window_tokens(aggregator + 1),
                 inputs_max=1024,
                 request_bytes_max=16 << 20,
