@@ -139,7 +139,7 @@ def list_letters(
     topics, settings = letter_topics_of(**places)
     choice = Choice(reasons, ids)
     limit = settings.replay_attempts_max
-    with _reading(topics, since_ms) as reader:
+    with _reading(topics, since_ms, prints=True) as reader:
         letters = _Counted(choice.of(reader.letters()))
         for line in json_lines(letters, limit) if as_json else table(letters, limit):
             click.echo(line)
@@ -198,7 +198,7 @@ def replay(
         replay_attempts_max=settings.replay_attempts_max,
         rate=rate,
     )
-    with _reading(topics, since_ms) as reader, _Signals() as signals:
+    with _reading(topics, since_ms, prints=dry_run) as reader, _Signals() as signals:
         letters = choice.of(reader.letters())
         if dry_run:
             outcome = _rehearse(letters, options)
@@ -240,9 +240,15 @@ class _Signals:
 
 
 @contextmanager
-def _reading(topics: DeadLetterTopics, since_ms: int | None) -> Iterator[LetterReader]:
-    """The topic, with a bar on standard error if that is a terminal and standard output is not."""
-    shown = sys.stderr.isatty() and not sys.stdout.isatty()
+def _reading(
+    topics: DeadLetterTopics, since_ms: int | None, *, prints: bool
+) -> Iterator[LetterReader]:
+    """The topic, with a bar on standard error if that is a terminal.
+
+    `prints`: letters are printed as they come. On a terminal the bar then makes room for them when
+    the first of the two passes is over.
+    """
+    shares_terminal = prints and sys.stdout.isatty()
     bar = Progress(
         TextColumn(f"reading {topics.letters}"),
         BarColumn(),
@@ -250,12 +256,14 @@ def _reading(topics: DeadLetterTopics, since_ms: int | None) -> Iterator[LetterR
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        disable=not shown,
+        disable=not sys.stderr.isatty(),
     )
     task = bar.add_task("", total=None)
 
     def progress(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
+        if shares_terminal and 2 * done >= total:
+            bar.stop()
 
     try:
         with bar:

@@ -207,7 +207,7 @@ def partitions_of(client: Consumer | Producer, topic: str, servers: str) -> list
 
     def ask() -> list[int]:
         found = client.list_topics(topic, METADATA_TIMEOUT_S).topics[topic]
-        if found.error is not None and found.error.code() in _NOT_YET:
+        if found.error is not None and found.error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
             raise KafkaException(found.error)
         if found.error is not None or not found.partitions:
             raise KafkaClientError(f"there is no topic {topic!r} at {servers}")

@@ -5,8 +5,10 @@ Letters are written as the aggregator writes them, but for the test in which it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -314,6 +316,41 @@ def test_a_kill_between_send_and_mark_repeats_one_batch(topics: Topics) -> None:
     assert len(repeated) == BATCH_LETTERS_MAX
     assert max(counts.values()) == 2
     assert topics.run("replay", "--all").stderr == "0 sent again, 0 not sent\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "after_the_bar"),
+    [(("list",), "WHEN"), (("replay", "--all", "--rate", "1000"), "120 sent again")],
+)
+def test_a_terminal_sees_how_far_it_is(
+    topics: Topics, arguments: tuple[str, ...], after_the_bar: str
+) -> None:
+    """And no line longer than it is wide; the bar is gone where rows are printed."""
+    topics.write([f"q{n}" for n in range(120)])
+    terminal, theirs = pty.openpty()
+    environment = os.environ | topics.settings() | {"TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "aggregator", "dlq", *arguments]
+    process = subprocess.Popen(command, env=environment, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = read_terminal(terminal)
+    assert process.wait(WAIT_S) == 0
+    bar, separator, rest = shown.partition(after_the_bar)
+    assert separator, shown
+    assert f"reading {topics.letters}" in bar
+    assert "reading" not in rest
+    if arguments == ("list",):
+        rows = [line for line in rest.splitlines() if f"{topics.queries}-0-" in line]
+        assert len(rows) == 120
+        assert {len(row) <= 100 and row.endswith("…") for row in rows} == {True}
+
+
+def read_terminal(terminal: int) -> str:
+    """All that is shown, until nobody holds the other end."""
+    shown = b""
+    with open(terminal, "rb", buffering=0) as stream, contextlib.suppress(OSError):
+        while chunk := stream.read(65536):
+            shown += chunk
+    return shown.decode()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from aggregator.commands import kafka_client
-from aggregator.commands.kafka_client import KafkaClientError, looked_up
+from aggregator.commands.kafka_client import KafkaClientError, looked_up, partitions_of
 
 
 def saying(*codes: int) -> Callable[[], str]:
@@ -47,3 +49,20 @@ def test_a_refusal_is_said_at_once() -> None:
     with pytest.raises(KafkaClientError, match=r"looking up the topics at b:1 failed: .*uthoriz"):
         looked_up(ask, "b:1")
     assert ask() == "answer"  # it was asked once
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (KafkaError.UNKNOWN_TOPIC_OR_PART, "there is no topic 'queries' at b:1"),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, "looking up the topics at b:1 failed: .*uthoriz"),
+    ],
+)
+def test_a_topic_that_is_not_ours_to_see_is_not_said_to_be_missing(code: int, says: str) -> None:
+    class Client:
+        def list_topics(self, topic: str, timeout: float) -> object:
+            found = SimpleNamespace(error=KafkaError(code), partitions={})
+            return SimpleNamespace(topics={topic: found})
+
+    with pytest.raises(KafkaClientError, match=says):
+        partitions_of(cast("Producer", Client()), "queries", "b:1")
