@@ -20,7 +20,7 @@ from aggregator.core.effects import Commit, CommitOffset
 from aggregator.core.events import CommitDone, CommitFailed
 from aggregator.core.query import TopicPartition
 
-_NOT_OURS = "its partitions are not assigned to us any more"
+NOT_OURS = "its partitions are not assigned to us any more"
 _REBALANCING = frozenset(
     {
         KafkaError.REBALANCE_IN_PROGRESS,
@@ -130,11 +130,11 @@ class Commits:
             if current:
                 ours.append(commit.commit_id)
             else:
-                self._answer([commit.commit_id], _Failure(_NOT_OURS))
+                self._answer([commit.commit_id], _Failure(NOT_OURS))
         stored = [self._store(entry) for entry in newest.values()]
         if any(stored):
             return ours
-        self._answer(ours, _Failure(_NOT_OURS))
+        self._answer(ours, _Failure(NOT_OURS))
         return []
 
     def _store(self, entry: CommitOffset) -> bool:

@@ -11,7 +11,7 @@ Apache Kafka 4.4.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 ConfigValue = str | int | float | bool
@@ -28,6 +28,7 @@ _SET_BY = {
     "group.protocol": "group_protocol",
     "max.poll.interval.ms": "max_poll_interval_ms",
     "session.timeout.ms": "session_timeout_ms",
+    "transaction.timeout.ms": "transaction_timeout_ms",
 }
 """Keys that have a setting of their own."""
 
@@ -114,7 +115,6 @@ _PRODUCER_KEYS = frozenset(
         "retry.backoff.max.ms",
         "retry.backoff.ms",
         "sticky.partitioning.linger.ms",
-        "transaction.timeout.ms",
     }
 )
 
@@ -226,6 +226,29 @@ def producer_config(
     if float(str(linger_ms)) >= options.message_timeout_ms:
         raise KafkaConfigError("kafka override 'linger.ms' must be less than message_timeout_ms")
     return config
+
+
+def transactional_config(
+    options: KafkaOptions,
+    *,
+    transactional_id: str,
+    timeout_ms: int,
+    message_bytes_max: int,
+    batch_bytes_max: int,
+) -> Config:
+    """Return that of the producer of transactions. Raises `KafkaConfigError`.
+
+    A record that is not acknowledged by the time at which the brokers abort its transaction has
+    lost it anyway.
+    """
+    within = replace(options, message_timeout_ms=timeout_ms)
+    return {
+        **producer_config(
+            within, message_bytes_max=message_bytes_max, batch_bytes_max=batch_bytes_max
+        ),
+        "transactional.id": transactional_id,
+        "transaction.timeout.ms": timeout_ms,
+    }
 
 
 def alone_config(config: Config) -> Config:

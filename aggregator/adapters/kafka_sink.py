@@ -36,7 +36,7 @@ Token_contra = TypeVar("Token_contra", contravariant=True)
 POLL_S = 0.05
 """How long a report of a record that never left may have to wait."""
 
-_OF_THE_RECORD = frozenset(
+OF_THE_RECORD = frozenset(
     {
         KafkaError.INVALID_MSG,
         KafkaError.INVALID_MSG_SIZE,
@@ -209,7 +209,7 @@ class _Channel(Generic[Token]):
 
     def _refusal(self, error: KafkaError) -> WriteFault:
         """Say whose fault it is that the client did not take a record: it had no batch mates."""
-        if error.code() in _OF_THE_RECORD:
+        if error.code() in OF_THE_RECORD:
             return WriteFault.RECORD_ALONE
         return WriteFault.TOPIC
 
@@ -267,7 +267,7 @@ class _Channel(Generic[Token]):
         if error is None:
             self._durable.append(token)
             return
-        of_record = error.code() in _OF_THE_RECORD
+        of_record = error.code() in OF_THE_RECORD
         fault = self._fault_of_record if of_record else WriteFault.TOPIC
         self._failed.append((token, fault, _text(message.topic(), error)))
 

@@ -33,8 +33,9 @@ from confluent_kafka import (
     TopicPartition as KafkaPartition,
 )
 
-from aggregator.adapters.kafka_commits import Commits
+from aggregator.adapters.kafka_commits import NOT_OURS, Commits
 from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, consumer_config
+from aggregator.adapters.kafka_transactions import OffsetsRequest
 from aggregator.core.effects import Commit, Pause, Release, Resume, StopPolling
 from aggregator.core.events import (
     CommitDone,
@@ -46,7 +47,7 @@ from aggregator.core.events import (
 )
 from aggregator.core.query import TopicPartition
 
-POLL_S = 0.02
+POLL_MS = 20
 """How long a command may have to wait for an idle poll."""
 LAG_EVERY_S = 1.0
 """How old `KafkaSource.lag` may be while polls go on."""
@@ -68,7 +69,7 @@ _HOPELESS = frozenset(
 RawRecord: TypeAlias = "Message[Any, Any]"  # quoted: no generic at run time
 """A record as the client gives it."""
 GroupEvent = PartitionsAssigned | PartitionsRevoking | PartitionsLost | CommitDone | CommitFailed
-SourceCommand = Commit | Pause | Resume | Release | StopPolling
+SourceCommand = Commit | OffsetsRequest | Pause | Resume | Release | StopPolling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ class SourceOptions:
 
     The rebalance callback gives up `revoke_slack_ms` after the core's own deadline. A synchronous
     commit outside a rebalance is answered within `commit_timeout_ms`; inside one it blocks.
+    `poll_ms`: how long an idle poll waits, and so a command may have to.
     """
 
     kafka: KafkaOptions
@@ -127,6 +129,7 @@ class SourceOptions:
     revoke_deadline_ms: int = 5_000
     revoke_slack_ms: int = 1_000
     commit_timeout_ms: int = 5_000
+    poll_ms: int = POLL_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,7 @@ class KafkaSource:
     ) -> None:
         """Check the configuration; connect to nothing yet. Raises `KafkaConfigError`."""
         self._options = options
+        self._poll_s = options.poll_ms / 1_000
         self._listener = listener
         self.joined = False
         """The group has said at least once what is ours, if only that nothing is."""
@@ -195,6 +199,10 @@ class KafkaSource:
     def commit(self, commit: Commit) -> None:
         """Commit; answered by `CommitDone` or `CommitFailed`."""
         self._commands.put(commit)
+
+    def send_offsets(self, request: OffsetsRequest) -> None:
+        """Have offsets sent into a transaction, or refused if any of them is not ours by then."""
+        self._commands.put(request)
 
     def pause(self, partitions: Sequence[TopicPartition]) -> None:
         """Stop fetching those of them that are still ours. A rebalance forgets it."""
@@ -265,6 +273,11 @@ class KafkaSource:
                 self._batch_out = False
             case Commit():
                 self._commits.add(command, self._epochs, in_callback=self._revoking)
+            case OffsetsRequest():
+                if any(self._epochs.get(o.tp) != o.epoch for o in command.offsets):
+                    command.refuse(NOT_OURS)
+                else:
+                    command.carry_out(self._consumer.consumer_group_metadata())
             case Pause():
                 self._consumer.pause(self._owned(command.partitions))
             case Resume():
@@ -285,7 +298,7 @@ class KafkaSource:
 
     def _poll(self) -> None:
         """Poll once and hand over what came."""
-        first = self._consumer.poll(POLL_S)
+        first = self._consumer.poll(self._poll_s)
         messages = []
         if first is not None:
             epochs = self._epochs

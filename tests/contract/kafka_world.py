@@ -22,6 +22,11 @@ from confluent_kafka.cimpl import NewTopic
 from aggregator.adapters.kafka_config import KafkaOptions
 from aggregator.adapters.kafka_sink import KafkaSink, SinkOptions
 from aggregator.adapters.kafka_source import GroupEvent, KafkaSource, RawBatch, SourceOptions
+from aggregator.adapters.kafka_transactions import (
+    KafkaTransactions,
+    TransactionRecord,
+    TransactionsOptions,
+)
 from aggregator.adapters.mock_broker import MockBroker
 from aggregator.core.effects import Commit, CommitOffset
 from aggregator.core.events import CommitDone, CommitFailed, PartitionsAssigned, WriteFault
@@ -29,6 +34,7 @@ from aggregator.core.query import TopicPartition as Tp
 from aggregator.wire.headers import Headers
 from tests.conftest import unique_name
 from tests.fakes.kafka import FakeBroker, FakeSink, FakeSource
+from tests.fakes.transactions import FakeTransactions
 
 WAIT_S = 60.0
 """Generous: the machine that runs this may be busy. Nothing waits longer than it has to."""
@@ -42,6 +48,7 @@ class Source(Protocol):
 
     def start(self) -> None: ...
     def commit(self, commit: Commit) -> None: ...
+    def send_offsets(self, request: Any) -> None: ...
     def pause(self, partitions: Sequence[Tp]) -> None: ...
     def resume(self, partitions: Sequence[Tp]) -> None: ...
     def release(self, revoke_id: int) -> None: ...
@@ -67,6 +74,26 @@ class Sink(Protocol):
     ) -> None: ...
     def flush(self, timeout_s: float) -> int: ...
     def close(self, timeout_s: float = 5.0) -> None: ...
+
+
+class Offsets(Protocol):
+    """The source, as a transactional producer knows it."""
+
+    def send_offsets(self, request: Any) -> None: ...
+
+
+class Transactions(Protocol):
+    """The port, as the driver knows it."""
+
+    def init(self, timeout_s: float = 30.0) -> None: ...
+    def commit(
+        self,
+        commit_id: int,
+        records: Sequence[TransactionRecord[int]],
+        offsets: Sequence[CommitOffset],
+    ) -> None: ...
+    def abort(self, commit_id: int) -> None: ...
+    def close(self, timeout_s: float = 5.0) -> bool: ...
 
 
 class Told:
@@ -170,6 +197,12 @@ def offset_of(message: Message[Any, Any]) -> int:
     return offset
 
 
+def transactions_options(kafka: KafkaOptions, options: dict[str, Any]) -> TransactionsOptions:
+    """Those of the world's group; `overrides` are the producer's."""
+    kafka = replace(kafka, overrides=options.pop("overrides", {}))
+    return TransactionsOptions(kafka=kafka, **{"instance_name": "one", **options})
+
+
 def commit_of(
     told: Told, commit_id: int, offsets: dict[Tp, int], *, synchronous: bool = False
 ) -> Commit:
@@ -214,6 +247,10 @@ class World(ABC):
     @abstractmethod
     def sink(self, **options: Any) -> tuple[Sink, Told]:
         """Make a sink."""
+
+    @abstractmethod
+    def transactions(self, source: Offsets, **options: Any) -> tuple[Transactions, Told]:
+        """Make a transactional producer whose offsets are those of `source`."""
 
     @abstractmethod
     def write_aborted(self, topic: str, count: int) -> None:
@@ -324,6 +361,42 @@ class BrokerWorld(World):
         self._closers.append(lambda: sink.close(1.0))
         return sink, told
 
+    def transactions(self, source: Offsets, **options: Any) -> tuple[Transactions, Told]:
+        told = Told()
+        made: KafkaTransactions[int] = KafkaTransactions(
+            transactions_options(self.options, options), told
+        )
+        self._closers.append(lambda: made.close(WAIT_S))
+        made.init(WAIT_S)
+        made.start(source)
+        return made, told
+
+    def raw_transaction(self, topic: str, *, offset_next: int) -> tuple[Producer, Consumer]:
+        """Return an open transaction with an offset, and the member of the group that it is of."""
+        consumer = Consumer(
+            {
+                **self._address,
+                "group.id": self.options.group_id,
+                "group.protocol": self.options.group_protocol,
+                "enable.auto.commit": False,
+                "auto.offset.reset": "earliest",
+                **(
+                    {"partition.assignment.strategy": "cooperative-sticky"}
+                    if self.options.group_protocol == "classic"
+                    else {}
+                ),
+            }
+        )
+        consumer.subscribe([topic])
+        assert consumer.poll(WAIT_S) is not None
+        producer = Producer({**self._address, "transactional.id": unique_name("raw")})
+        producer.init_transactions(WAIT_S)
+        producer.begin_transaction()
+        producer.send_offsets_to_transaction(
+            [TopicPartition(topic, 0, offset_next)], consumer.consumer_group_metadata(), WAIT_S
+        )
+        return producer, consumer
+
     def write_aborted(self, topic: str, count: int) -> None:
         producer = Producer({**self._address, "transactional.id": unique_name("writer")})
         producer.init_transactions(WAIT_S)
@@ -395,6 +468,15 @@ class FakeWorld(World):
         sink_options = SinkOptions(kafka=replace(self.options, **kafka), **options)
         sink: FakeSink[int] = FakeSink(self.broker, sink_options, told)
         return sink, told
+
+    def transactions(self, source: Offsets, **options: Any) -> tuple[Transactions, Told]:
+        told = Told(self._pump)
+        made: FakeTransactions[int] = FakeTransactions(
+            self.broker, transactions_options(self.options, options), told
+        )
+        made.init()
+        made.start(source)
+        return made, told
 
     def write_aborted(self, topic: str, count: int) -> None:
         self.broker.append_gap((topic, 0), count + 1)

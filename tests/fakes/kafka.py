@@ -12,13 +12,13 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from confluent_kafka import TIMESTAMP_CREATE_TIME, Message
 
 from aggregator.adapters.kafka_sink import SinkListener, SinkOptions
 from aggregator.adapters.kafka_source import RawBatch, SourceListener, SourceOptions
-from aggregator.core.effects import Commit
+from aggregator.core.effects import Commit, CommitOffset
 from aggregator.core.events import (
     CommitDone,
     CommitFailed,
@@ -70,6 +70,29 @@ class FakeGroup:
         return share + (polling.index(member) < rest)
 
 
+class Transactional(Protocol):
+    """A transactional producer, as the broker knows it."""
+
+    @property
+    def pending(self) -> set[TopicPartition]:
+        """Partitions with offsets in its open transaction."""
+
+    def fence(self) -> None:
+        """Abort what it has open; it may commit nothing more."""
+
+    def pump(self) -> None:
+        """Do one step."""
+
+
+class Offsets(Protocol):
+    """Offsets to be sent into a transaction, or refused."""
+
+    offsets: Sequence[CommitOffset]
+
+    def carry_out(self, group_metadata: object) -> None: ...
+    def refuse(self, reason: str) -> None: ...
+
+
 class FakeBroker:
     """Topics, groups, and everything connected to them."""
 
@@ -78,6 +101,9 @@ class FakeBroker:
         self.topics: dict[str, FakeTopic] = {}
         self.groups: dict[str, FakeGroup] = {}
         self.sinks: list[FakeSink[Any]] = []
+        self.transactional: dict[str, Transactional] = {}
+        """By transactional id: the producer that has it."""
+        self.producers: list[Transactional] = []
         self.up = True
         """Down: writes wait, and fail when they are older than `message_timeout_ms`."""
         self.refuses: dict[str, str] = {}
@@ -123,6 +149,13 @@ class FakeBroker:
                 member.pump()
         for sink in self.sinks:
             sink.pump()
+        for producer in list(self.producers):
+            producer.pump()
+
+    @property
+    def pending(self) -> set[TopicPartition]:
+        """Partitions with offsets in an open transaction: nobody knows where to read on."""
+        return {tp for producer in self.producers for tp in producer.pending}
 
 
 class FakeSource:
@@ -155,6 +188,9 @@ class FakeSource:
 
     def commit(self, commit: Commit) -> None:
         self._commands.append(("commit", commit))
+
+    def send_offsets(self, request: Offsets) -> None:
+        self._commands.append(("offsets", request))
 
     def pause(self, partitions: Sequence[TopicPartition]) -> None:
         self._commands.append(("pause", list(partitions)))
@@ -203,6 +239,11 @@ class FakeSource:
                     self._in_flight.append(argument)
                     if argument.synchronous:
                         self._settle_commits()
+                case "offsets":
+                    if all(self._epochs.get(o.tp) == o.epoch for o in argument.offsets):
+                        argument.carry_out(None)
+                    else:
+                        argument.refuse("its partitions are not assigned to us any more")
                 case "pause":
                     self._paused.update(tp for tp in argument if tp in self._epochs)
                 case "resume":
@@ -244,7 +285,8 @@ class FakeSource:
         if len(mine) > share:
             self._revoke(mine[share:])
             return
-        free = [tp for tp in everything if tp not in self._group.owner]
+        pending = self._broker.pending
+        free = [tp for tp in everything if tp not in self._group.owner and tp not in pending]
         if free and len(mine) < share:
             self._assign(free[: share - len(mine)])
 
@@ -343,6 +385,13 @@ class FakeSource:
         self._next[tp] = offset
 
 
+def size_bytes(record: Record) -> int:
+    """What counts against a topic's limit."""
+    key, value, headers = record
+    size = len(key or b"") + len(value or b"")
+    return size + sum(len(name) + len(content or b"") for name, content in headers or ())
+
+
 @dataclass(slots=True)
 class _Pending(Generic[Token]):
     topic: str
@@ -353,9 +402,7 @@ class _Pending(Generic[Token]):
 
     @property
     def size_bytes(self) -> int:
-        key, value, headers = self.record
-        size = len(key or b"") + len(value or b"")
-        return size + sum(len(name) + len(content or b"") for name, content in headers or ())
+        return size_bytes(self.record)
 
 
 class FakeSink(Generic[Token]):

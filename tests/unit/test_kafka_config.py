@@ -15,6 +15,7 @@ from aggregator.adapters.kafka_config import (
     alone_config,
     consumer_config,
     producer_config,
+    transactional_config,
 )
 from aggregator.adapters.kafka_sink import KafkaSink, SinkOptions
 from aggregator.adapters.kafka_source import KafkaSource, SourceOptions
@@ -76,6 +77,7 @@ def test_prefetch_is_bounded() -> None:
         "retries",
         "session.timeout.ms",
         "test.mock.num.brokers",
+        "transaction.timeout.ms",
         "transactional.id",
     ],
 )
@@ -113,6 +115,22 @@ def test_produce_batches_fit_the_smallest_topic() -> None:
     for value in (1_000_001, "many"):
         with pytest.raises(KafkaConfigError, match=r"'batch\.size' must be at most 1000000"):
             producer(options({"batch.size": value}))
+
+
+def test_a_transaction_and_its_records_time_out_together() -> None:
+    config = transactional_config(
+        options({"linger.ms": 2}),
+        transactional_id="group/one",
+        timeout_ms=7_000,
+        message_bytes_max=1_000_000,
+        batch_bytes_max=900_000,
+    )
+    assert config["transactional.id"] == "group/one"
+    assert config["transaction.timeout.ms"] == config["message.timeout.ms"] == 7_000
+    plain = producer(options({"linger.ms": 2}))
+    for key in ("acks", "enable.idempotence", "partitioner", "linger.ms"):
+        assert config[key] == plain[key]
+    assert config["batch.size"] == 900_000
 
 
 def test_alone_means_one_record_a_batch() -> None:
