@@ -37,6 +37,7 @@ from pydantic_settings import (
 PREFIX = "AGGREGATOR_"
 HIDDEN = "**********"
 TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+TRANSACTION_TIMEOUT_MS_MIN = 1_000
 SECRET_WORDS = ("password", "secret", "token", "jaas", "oauthbearer", ".pem")
 
 # What Kubernetes injects into every pod of a namespace for a Service whose name begins with ours.
@@ -103,7 +104,9 @@ class AggregatorSettings(BaseSettings):
     bootstrap_servers: str = Field(default="localhost:9092", min_length=1)
     group_id: str = Field(default="aggregator", min_length=1)
     instance_name: str | None = Field(default=None, min_length=1)
-    """Unique in the group; the clients' id towards the brokers."""
+    """Unique in the group; the clients' id towards the brokers. Required for exactly_once, where a
+    process fences the one before that had its name.
+    """
     group_protocol: Literal["classic", "consumer"] = "classic"
     """classic: cooperative-sticky; consumer: KIP-848, needs brokers of 4.0."""
     queries_topic: Topic = "queries"
@@ -142,6 +145,10 @@ class AggregatorSettings(BaseSettings):
     )
 
     # Delivery.
+    delivery: Literal["at_least_once", "exactly_once"] = "at_least_once"
+    """exactly_once: results and offsets as transactions; needs instance_name and real brokers."""
+    transaction_timeout_ms: Positive = 10_000
+    """exactly_once only: an open transaction of a process that is gone is aborted after this."""
     window_records_max: Positive = 10_000
     """Per partition: records between the committed and the last admitted offset."""
     buffer_bytes_max: Positive = 268_435_456
@@ -193,9 +200,29 @@ class AggregatorSettings(BaseSettings):
             raise ValueError("revoke_deadline_ms must be at most a quarter of max_poll_interval_ms")
         if self.group_protocol == "classic" and self.session_timeout_ms > self.max_poll_interval_ms:
             raise ValueError("session_timeout_ms must be at most max_poll_interval_ms")
+        if self.delivery == "exactly_once":
+            self._relations_of_transactions()
         if self.text_bytes_max * 2 > self.buffer_bytes_max:
             raise ValueError("text_bytes_max must be at most half of buffer_bytes_max")
         return self
+
+    def _relations_of_transactions(self) -> None:
+        if self.instance_name is None:
+            raise ValueError(
+                "instance_name is required with delivery = exactly_once: unique in the group, and "
+                "the same after a restart"
+            )
+        if "/" in self.instance_name:
+            raise ValueError("instance_name must not contain '/' with delivery = exactly_once")
+        if not TRANSACTION_TIMEOUT_MS_MIN <= self.transaction_timeout_ms <= 900_000:
+            raise ValueError(
+                f"transaction_timeout_ms must be {TRANSACTION_TIMEOUT_MS_MIN} to 900000 "
+                "(transaction.max.timeout.ms of the brokers)"
+            )
+        if self.revoke_deadline_ms + self.transaction_timeout_ms >= self.max_poll_interval_ms:
+            raise ValueError(
+                "revoke_deadline_ms + transaction_timeout_ms must be less than max_poll_interval_ms"
+            )
 
     @classmethod
     def settings_customise_sources(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,11 +48,23 @@ class TopicsError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topics:
-    """What was found. `message_bytes_*`: of the topics written to; `warnings` are for the log."""
+    """What was found. `warnings` are for the log."""
 
-    message_bytes_min: int
-    message_bytes_max: int
+    message_bytes: Mapping[str, int]
+    """`max.message.bytes` of the topics written to, by name."""
+    cluster_id: str | None = None
+    """None: the brokers don't tell."""
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def message_bytes_min(self) -> int:
+        """The smallest limit."""
+        return min(self.message_bytes.values())
+
+    @property
+    def message_bytes_max(self) -> int:
+        """The largest limit."""
+        return max(self.message_bytes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +115,7 @@ def check_topics(
     configs = {name: admin.config(name) for name in (queries, results, dlq)}
     _refuse_compacted(results, configs[results])
     warnings = _notes_on_letters(dlq, configs[dlq], configs[queries])
-    limits = []
+    limits = {}
     for name in (results, dlq):
         limit = _message_bytes(configs[name])
         if limit is None:
@@ -112,8 +124,8 @@ def check_topics(
                 f"the configuration of topic {name!r} can't be read: the setting "
                 f"max_message_bytes ({limit}) stands in for its max.message.bytes"
             )
-        limits.append(limit)
-    return Topics(message_bytes_min=min(limits), message_bytes_max=max(limits), warnings=warnings)
+        limits[name] = limit
+    return Topics(message_bytes=limits, cluster_id=admin.cluster_id, warnings=warnings)
 
 
 def create_topics(
@@ -161,6 +173,8 @@ class _Admin:
         if logger is not None:
             config["logger"] = logger
         self._address = options.bootstrap_servers
+        self.cluster_id: str | None = None
+        """Known after the first look at the topics."""
         try:
             self._client = AdminClient(config)
         except (KafkaException, TypeError, ValueError) as error:
@@ -170,10 +184,12 @@ class _Admin:
         """Return the number of partitions of every topic that we may see."""
         try:
             # Of all topics: asking for one by name may create it.
-            topics = self._client.list_topics(timeout=TIMEOUT_S).topics
+            found = self._client.list_topics(timeout=TIMEOUT_S)
         except KafkaException as error:
             raise TopicsError(f"no broker answers at {self._address}: {_why(error)}") from error
-        return {name: len(topic.partitions) for name, topic in topics.items() if not topic.error}
+        self.cluster_id = found.cluster_id
+        topics = found.topics.items()
+        return {name: len(topic.partitions) for name, topic in topics if not topic.error}
 
     def wait_until_known(self, names: Sequence[str]) -> dict[str, int]:
         """Wait until the brokers know topics just created; return `partitions()` of then."""

@@ -17,8 +17,9 @@ from aggregator.adapters.kafka_sink import KafkaSink
 from aggregator.adapters.kafka_source import GroupEvent, RawBatch
 from aggregator.core import events as ev
 from aggregator.core.query import Query, TopicPartition
-from aggregator.runtime.driver import Driver, Record
+from aggregator.runtime.driver import Driver
 from aggregator.runtime.intake import Intake
+from aggregator.runtime.transactions import Record
 from aggregator.telemetry import metrics as m
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from aggregator.core import effects as fx
 from aggregator.core import events as ev
 from aggregator.core.query import Query, TopicPartition
 from aggregator.runtime.claim_log import ClaimLog
+from aggregator.runtime.transactions import Record, TransactionsPort, TransactionWriter
 from aggregator.telemetry import metrics as m
 from aggregator.wire.dead_letter import encode_letter
-from aggregator.wire.headers import Headers
 from aggregator.wire.result import ResultEncoder
 
 if TYPE_CHECKING:
@@ -74,16 +74,16 @@ class Servers(Protocol):
         """Cut a stream."""
 
 
-Record = tuple[bytes | None, bytes | None, Headers]
-"""(key, value, headers)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """What effects are carried out with. `servers` is by model."""
+    """What effects are carried out with. `servers` is by model.
+
+    Where the core commits transactions, `transactions` is there and `sink` is never written to.
+    """
 
     source: Source
     sink: Sink
+    transactions: TransactionsPort | None = None
     servers: Mapping[str, Servers]
     encoder: ResultEncoder
     clock_ns: Callable[[], int]
@@ -110,6 +110,9 @@ class Driver:
         self._metrics = metrics
         self._log = log
         self._claims = ClaimLog(metrics, log)
+        self._transactions: TransactionWriter | None = None
+        if ports.transactions is not None:
+            self._transactions = TransactionWriter(ports.transactions, ports.encoder, log)
         self._pending: deque[ev.Event] = deque()
         self._feeding = False
         self._timer: asyncio.TimerHandle | None = None
@@ -118,6 +121,8 @@ class Driver:
             fx.Cancel: self._cancel,
             fx.Write: self._write,
             fx.Commit: self._commit,
+            fx.CommitTransaction: self._commit_transaction,
+            fx.AbortTransaction: self._abort_transaction,
             fx.Pause: self._pause,
             fx.Resume: self._resume,
             fx.Release: self._release,
@@ -258,6 +263,17 @@ class Driver:
     def _commit(self, effect: fx.Commit, _now_ns: int) -> None:
         self._ports.source.commit(effect)
 
+    def _commit_transaction(self, effect: fx.CommitTransaction, _now_ns: int) -> None:
+        self.feed(self._writer().begin(effect))
+
+    def _abort_transaction(self, effect: fx.AbortTransaction, _now_ns: int) -> None:
+        self._writer().abort(effect)
+
+    def _writer(self) -> TransactionWriter:
+        if self._transactions is None:
+            raise RuntimeError("a transaction without a port for it")
+        return self._transactions
+
     def _pause(self, effect: fx.Pause, _now_ns: int) -> None:
         self._ports.source.pause(effect.partitions)
 
@@ -316,12 +332,25 @@ class Driver:
         self._metrics.add(m.WRITE_FAILURES, count, event.fault)
         self._log.warning("writes failed", fault=event.fault, records=count, reason=event.message)
 
-    def _note_commit(self, event: ev.CommitDone | ev.CommitFailed, _now_ns: int) -> None:
+    def _note_commit(self, event: ev.CommitDone | ev.CommitFailed, now_ns: int) -> None:
+        if self._transactions is not None:
+            self._note_transaction(self._transactions.ended(event), now_ns)
         if isinstance(event, ev.CommitFailed):
             self._metrics.add(m.COMMITS, 1, "failed")
             self._log.warning("commit failed", reason=event.message)
         else:
             self._metrics.add(m.COMMITS, 1, "done")
+
+    def _note_transaction(self, write: fx.Write | None, now_ns: int) -> None:
+        if write is None:
+            return
+        for rows in write.vectors:
+            self._claims.vectors(rows)
+        results = [query for rows in write.vectors for query in rows.queries]
+        results += [row.query for row in write.errors]
+        letters = [row.query for row in write.letters]
+        if results:
+            self._note_durable(ev.WritesDurable(results=results, letters=letters), now_ns)
 
     def _note_rebalance(
         self,

@@ -17,22 +17,24 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aggregator.adapters.estimator import Estimator, load_estimator
 from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, check_overrides
-from aggregator.adapters.kafka_sink import KafkaSink, SinkOptions
 from aggregator.adapters.kafka_source import KafkaSource, SourceOptions
-from aggregator.adapters.kafka_topics import TopicsError, check_topics
+from aggregator.adapters.kafka_topics import Topics, TopicsError, check_topics
+from aggregator.adapters.kafka_transactions import TransactionsError
 from aggregator.adapters.model_servers import ModelServers
 from aggregator.adapters.server_stream import StreamOptions
 from aggregator.core.dispatch import DispatchOptions
 from aggregator.core.effects import Halt
 from aggregator.core.events import Event, ServerChanged, ServerPhase, StopRequested
 from aggregator.core.machine import Aggregator, AggregatorOptions
-from aggregator.runtime.bridge import Bridge, SinkPort, Token
+from aggregator.runtime.bridge import Bridge
 from aggregator.runtime.driver import Driver, Ports
 from aggregator.runtime.intake import Intake
+from aggregator.runtime.outlet import POLL_MS, build_outlet, exactly_once
 from aggregator.runtime.threads import in_daemon_thread
 from aggregator.telemetry import metrics as m
 from aggregator.telemetry.health import HealthError, HealthServer
@@ -95,7 +97,7 @@ async def _run(settings: AggregatorSettings, log: Logger) -> Halt:
         return Halt(exit_code=0, message="stopped before it had started")
     try:
         process = await building
-    except (KafkaConfigError, TopicsError, HealthError, ValueError) as error:
+    except (KafkaConfigError, TopicsError, TransactionsError, HealthError, ValueError) as error:
         raise StartError(str(error)) from error
     return await process.run(stop_at_once=stop.is_set())
 
@@ -137,6 +139,7 @@ def core_options(
         revoke_deadline_ns=settings.revoke_deadline_ms * MS,
         drain_deadline_ns=settings.drain_deadline_ms * MS,
         sink_outage_ns_max=settings.sink_outage_ms_max * MS,
+        transactions=exactly_once(settings),
     )
 
 
@@ -174,12 +177,13 @@ class _Process:
         log: Logger,
         *,
         estimators: Mapping[str, Estimator],
-        message_bytes: tuple[int, int],
+        topics: Topics,
     ) -> None:
-        """`message_bytes`: the smallest and the largest `max.message.bytes` written to.
+        """Build the parts.
 
         Raises:
             KafkaConfigError: A setting of the clients is wrong.
+            TopicsError: The brokers are not what `delivery` needs.
             HealthError: The address of the endpoints can't be bound.
         """
         loop = asyncio.get_running_loop()
@@ -205,11 +209,12 @@ class _Process:
             options=decode_options(settings), estimators=estimators, on_bug=self._decoding_bug
         )
         self._bridge = Bridge(intake, loop=loop, metrics=self._metrics, log=log)
-        self._sink = self._build_sink(message_bytes)
+        self._outlet = build_outlet(settings, kafka_options(settings), topics, self._bridge, log)
         self._source = self._build_source()
         ports = Ports(
             source=self._source,
-            sink=SinkPort(self._sink, results=settings.results_topic, letters=settings.dlq_topic),
+            sink=self._outlet.sink,
+            transactions=self._outlet.transactions,
             servers=self._servers,
             encoder=ResultEncoder(_header_rules(settings)),
             clock_ns=time.monotonic_ns,
@@ -247,32 +252,23 @@ class _Process:
                     reason="the first revision seen holds for this process; with several "
                     "aggregators, or while servers change, pin it",
                 )
-        message_bytes = (topics.message_bytes_min, topics.message_bytes_max)
-        return cls(settings, log, estimators=estimators, message_bytes=message_bytes)
-
-    def _build_sink(self, message_bytes: tuple[int, int]) -> KafkaSink[Token]:
-        smallest, largest = message_bytes
-        return KafkaSink(
-            SinkOptions(
-                kafka=kafka_options(self._settings),
-                message_bytes_max=largest,
-                batch_bytes_max=smallest,
-            ),
-            self._bridge,
-            logger=librdkafka_logger(self._log),
-        )
+        process = cls(settings, log, estimators=estimators, topics=topics)
+        await in_daemon_thread(process._outlet.prepare)
+        return process
 
     def _build_source(self) -> KafkaSource:
-        return KafkaSource(
-            SourceOptions(
-                kafka=kafka_options(self._settings),
-                topic=self._settings.queries_topic,
-                poll_records_max=self._settings.poll_records_max,
-                revoke_deadline_ms=self._settings.revoke_deadline_ms,
-            ),
-            self._bridge,
-            logger=librdkafka_logger(self._log),
+        settings = self._settings
+        options = SourceOptions(
+            kafka=kafka_options(settings),
+            topic=settings.queries_topic,
+            poll_records_max=settings.poll_records_max,
+            revoke_deadline_ms=settings.revoke_deadline_ms,
         )
+        if self._outlet.transactions is not None:
+            # Not before the core has halted over an abort that does not end.
+            slack_ms = options.revoke_slack_ms + settings.transaction_timeout_ms
+            options = replace(options, poll_ms=POLL_MS, revoke_slack_ms=slack_ms)
+        return KafkaSource(options, self._bridge, logger=librdkafka_logger(self._log))
 
     def _build_health(self, loop: asyncio.AbstractEventLoop) -> HealthServer | None:
         if not self._settings.metrics_listen:
@@ -297,6 +293,7 @@ class _Process:
                 task = asyncio.create_task(servers.run(), name=f"model servers of {name}")
                 task.add_done_callback(self._task_ended)
                 self._tasks.append(task)
+            self._outlet.start(self._source)
             self._source.start()
             self._log.info("started", models=list(self._settings.models))
             gc.collect()
@@ -305,7 +302,10 @@ class _Process:
             if stop_at_once:
                 self._stop(signal.SIGTERM)
             halt = await self._driver.halted
-            await self._close()
+            if halt.at_once:
+                self._end_within(0.0)
+            else:
+                await self._close()
         self._say_goodbye(halt)
         return halt
 
@@ -348,10 +348,11 @@ class _Process:
     async def _close(self) -> None:
         if not self._draining:
             self._end_within(0.0)
+        await in_daemon_thread(self._outlet.end_open, self._left_s() / 2)
         leave_s = self._left_s() / 2
         if not await in_daemon_thread(self._source.close, leave_s):
             self._log.warning("the group was not left in time", seconds=round(leave_s, 1))
-        await in_daemon_thread(self._sink.close, self._left_s())
+        await in_daemon_thread(self._outlet.close, self._left_s())
         for task in self._tasks:
             task.cancel()
         # gRPC turns a cancellation that meets the end of a unary call into that call's error, so a

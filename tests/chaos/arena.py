@@ -38,6 +38,7 @@ SESSION_MS = 4_000
 MAX_POLL_MS = 8_000
 REVOKE_DEADLINE_MS = 2_000
 DRAIN_DEADLINE_MS = 5_000
+TRANSACTION_TIMEOUT_MS = 4_000
 WINDOW_RECORDS = 300
 POLL_RECORDS = 50
 """Small, so that windows fill at these rates and their bounds are put to the test."""
@@ -211,6 +212,7 @@ class Fleet:
         }
         if self.options.delivery != "at_least_once":
             environment["AGGREGATOR_DELIVERY"] = self.options.delivery
+            environment["AGGREGATOR_TRANSACTION_TIMEOUT_MS"] = str(TRANSACTION_TIMEOUT_MS)
         return environment
 
     # Members -------------------------------------------------------------------------------------

@@ -67,9 +67,15 @@ def test_created_topics_are_as_they_must_be(kafka: KafkaNode) -> None:
     assert outcome_lines(again)[0] == f"{plan.queries}: exists, 3 partitions"
     found = check(kafka.bootstrap_servers, plan.queries, plan.results, plan.dlq)
     assert found == Topics(
-        message_bytes_min=int(results["max.message.bytes"]),
-        message_bytes_max=limit + LETTER_EXTRA_BYTES,
+        message_bytes={
+            plan.results: int(results["max.message.bytes"]),
+            plan.dlq: limit + LETTER_EXTRA_BYTES,
+        },
+        cluster_id=found.cluster_id,
     )
+    assert found.cluster_id
+    assert found.message_bytes_min == int(results["max.message.bytes"])
+    assert found.message_bytes_max == limit + LETTER_EXTRA_BYTES
 
 
 @pytest.mark.kafka

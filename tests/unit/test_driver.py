@@ -15,8 +15,9 @@ from aggregator.core.dispatch import DispatchOptions
 from aggregator.core.failures import Code, Reason
 from aggregator.core.machine import Aggregator, AggregatorOptions
 from aggregator.core.query import Answer, Query, TopicPartition, VectorGroup
-from aggregator.runtime.driver import Driver, Ports, Record
+from aggregator.runtime.driver import Driver, Ports
 from aggregator.runtime.intake import Intake
+from aggregator.runtime.transactions import Record, TransactionsPort
 from aggregator.telemetry import metrics as m
 from aggregator.wire.headers import HeaderRules
 from aggregator.wire.query import DecodeOptions
@@ -136,10 +137,11 @@ class ScriptedCore:
 class Stand:
     """A driver with fakes all around it."""
 
-    def __init__(self, core: Any = None) -> None:
+    def __init__(self, core: Any = None, transactions: TransactionsPort | None = None) -> None:
         dispatch = DispatchOptions(model=MODEL)
         self.core = core or Aggregator(AggregatorOptions(models={MODEL: dispatch}))
         self.source, self.sink, self.servers = FakeSource(), FakeSink(), FakeServers()
+        self.transactions = transactions
         self.log = FakeLog()
         self.metrics = m.Metrics(models=[MODEL])
         self.encoder = BrokenEncoder(HeaderRules())
@@ -149,6 +151,7 @@ class Stand:
             Ports(
                 source=self.source,
                 sink=self.sink,
+                transactions=transactions,
                 servers={MODEL: self.servers},
                 encoder=self.encoder,
                 clock_ns=lambda: self.now_ns,

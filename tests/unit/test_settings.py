@@ -139,3 +139,39 @@ def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = printable(load_settings())
     assert "hunter2" not in shown
     assert json.loads(shown)["kafka"] == {"sasl.password": HIDDEN, "sasl.username": "me"}
+
+
+def exactly_once(monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
+    monkeypatch.setenv("AGGREGATOR_DELIVERY", "exactly_once")
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AGGREGATOR_{name.upper()}", value)
+
+
+def test_exactly_once_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().delivery == "at_least_once"
+    exactly_once(monkeypatch, instance_name="aggregator-0")
+    settings = load_settings()
+    assert (settings.delivery, settings.transaction_timeout_ms) == ("exactly_once", 10_000)
+    assert json.loads(printable(settings))["delivery"] == "exactly_once"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({}, "instance_name is required with delivery = exactly_once"),
+        ({"instance_name": "a/b"}, "instance_name must not contain '/'"),
+        ({"instance_name": "a", "transaction_timeout_ms": "999"}, "transaction_timeout_ms must be"),
+        (
+            {"instance_name": "a", "max_poll_interval_ms": "15000", "session_timeout_ms": "6000"}
+            | {"revoke_deadline_ms": "3750", "transaction_timeout_ms": "11250"},
+            "revoke_deadline_ms + transaction_timeout_ms must be less than max_poll_interval_ms",
+        ),
+    ],
+)
+def test_exactly_once_needs_a_name_and_time(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], fault: str
+) -> None:
+    exactly_once(monkeypatch, **settings)
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+    assert fault in str(caught.value)
