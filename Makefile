@@ -89,7 +89,7 @@ FROM_ARRIVALS = $(if $(ARRIVALS),--arrivals $(ARRIVALS))
 
 RECORDS ?= 2000000
 
-.PHONY: bench-hotpath bench-latency bench-claims bench-backlog verify
+.PHONY: bench-hotpath bench-latency bench-claims bench-backlog bench-delivery bench-stall verify
 bench-hotpath: $(RUN) ## CPU per query and queries per second of one aggregator (JSON=1: JSON arrays)
 	@$(BIN)/python -m ops.bench.hotpath $(FROM_QUERIES) $(if $(filter 1,$(JSON)),--json-arrays) $(ARGS)
 
@@ -101,6 +101,12 @@ bench-claims: $(RUN) ## How full claims and passes are against the target
 
 bench-backlog: $(RUN) ## Peak memory of one aggregator on a backlog of RECORDS=2000000; counts the results
 	@$(BIN)/python -m ops.bench.backlog --records $(RECORDS) $(ARGS)
+
+bench-delivery: $(RUN) ## What exactly once costs: latency, queries per second and CPU against at least once
+	@$(BIN)/python -m ops.bench.delivery $(FROM_QUERIES) $(FROM_ARRIVALS) $(ARGS)
+
+bench-stall: $(RUN) ## How long readers wait when an exactly-once aggregator dies
+	@$(BIN)/python -m ops.bench.stall $(ARGS)
 
 verify: $(DEV) ## Every query one result, every vector that of sentence-transformers
 	@$(BIN)/python -m ops.verify $(FROM_QUERIES) $(ARGS)
