@@ -66,6 +66,13 @@ def kill_server(fleet: Fleet, rounds: int) -> None:
         fleet.arena.kill_server(fleet.random, fleet.random.uniform(0.0, 1.0))
 
 
+def restart_model_servers(fleet: Fleet, rounds: int) -> None:
+    """SIGTERM to one model server after the other: nothing is blamed, nothing ends badly."""
+    for _ in range(rounds):
+        burst(fleet, BURST // 2)
+        fleet.arena.restart_servers()
+
+
 def freeze_past_session(fleet: Fleet, rounds: int) -> None:
     """SIGSTOP until the group has given its partitions to others; then it goes on as a zombie."""
     for _ in range(rounds):
@@ -131,6 +138,7 @@ def rebalance_storm(fleet: Fleet, rounds: int) -> None:
 ACTS: dict[str, Callable[[Fleet, int], None]] = {
     "kill aggregator": kill_aggregator,
     "kill model server": kill_server,
+    "restart model servers": restart_model_servers,
     "freeze past session": freeze_past_session,
     "freeze past poll interval": freeze_past_poll_interval,
     "rolling restart": rolling_restart,

@@ -39,6 +39,8 @@ MAX_POLL_MS = 8_000
 REVOKE_DEADLINE_MS = 2_000
 DRAIN_DEADLINE_MS = 5_000
 TRANSACTION_TIMEOUT_MS = 4_000
+STREAM_SILENCE_MS = 6_000
+"""Above the 5 s in which a server that lives says something."""
 WINDOW_RECORDS = 300
 POLL_RECORDS = 50
 """Small, so that windows fill at these rates and their bounds are put to the test."""
@@ -209,6 +211,7 @@ class Fleet:
             "AGGREGATOR_POLL_RECORDS_MAX": str(POLL_RECORDS),
             "AGGREGATOR_TTL_MS": "0",
             "AGGREGATOR_RESOLVE_INTERVAL_MS": "500",
+            "AGGREGATOR_STREAM_SILENCE_MS_MAX": str(STREAM_SILENCE_MS),
         }
         if self.options.delivery != "at_least_once":
             environment["AGGREGATOR_DELIVERY"] = self.options.delivery
@@ -402,6 +405,7 @@ class Arena:
         self.servers: list[Server] = []
         self.fleets: list[Fleet] = []
         self.violations: list[str] = []
+        self.engine_kills = 0
         self._lock = threading.Lock()
         """Of the model servers: one at a time is killed, so that one always serves soon."""
 
@@ -446,21 +450,58 @@ class Arena:
         with self._lock:
             server = random.choice(self.servers)
             server.end()
-            for fleet in self.fleets:
-                with fleet.traffic.ledger.lock:
-                    fleet.accounts.engine_kills += 1
+            self._note_engine_kill()
             time.sleep(down_s)
             server.start()
 
-    def kill_broker(self, down_s: float) -> None:
-        """SIGKILL of the broker; it restarts with its ports and its data after `down_s`."""
+    def freeze_server(self, random: Random, seconds: float) -> None:
+        """SIGSTOP one of them for so long: its streams fall silent, which may count as a death."""
+        with self._lock:
+            server = random.choice(self.servers)
+            self._note_engine_kill()
+            if server.process is not None:
+                server.process.freeze()
+                time.sleep(seconds)
+                server.process.thaw()
+
+    def restart_servers(self) -> None:
+        """SIGTERM one after the other, each back before the next: no query may suffer from it."""
+        with self._lock:
+            for server in self.servers:
+                status = 0 if server.process is None else server.process.terminate()
+                if status:
+                    self.violations.append(f"a model server ended with status {status} at SIGTERM")
+                server.end()
+                server.start()
+
+    def _note_engine_kill(self) -> None:
+        self.engine_kills += 1
+        for fleet in self.fleets:
+            with fleet.traffic.ledger.lock:
+                fleet.accounts.engine_kills += 1
+
+    def _excuse_all(self) -> None:
+        """An outage of the broker may cost every member its partitions."""
         for fleet in self.fleets:
             fleet.note_death()
             for member in list(fleet.members):
                 member.excused = True
+
+    def kill_broker(self, down_s: float) -> None:
+        """SIGKILL of the broker; it restarts with its ports and its data after `down_s`."""
+        self._excuse_all()
         self.broker.kill()
         time.sleep(down_s)
         self.broker.start()
+
+    def freeze_broker(self, seconds: float) -> None:
+        """SIGSTOP it for so long: connections stay, nothing answers."""
+        self._excuse_all()
+        self.broker.suspend()
+        try:
+            time.sleep(seconds)
+        finally:
+            self.broker.unfreeze()
 
     def tend(self) -> None:
         """A model server that ended by itself is a violation, and started again."""
@@ -495,4 +536,6 @@ class Arena:
     def counts(self) -> dict[str, Any]:
         """For the line of JSON: of all groups together, and of each."""
         by_fleet = {fleet.name: fleet.counts() for fleet in self.fleets}
-        return {**merge_counts(by_fleet.values()), "groups": by_fleet}
+        merged = merge_counts(by_fleet.values())
+        # Each shook all groups.
+        return {**merged, "engine_kills": self.engine_kills, "groups": by_fleet}

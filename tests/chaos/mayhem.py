@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
-from tests.chaos.arena import SESSION_MS, Arena, Fleet, Member, say
+from tests.chaos.arena import SESSION_MS, STREAM_SILENCE_MS, Arena, Fleet, Member, say
 from tests.harness.accounts import Period
 
 PAUSE_S = (0.5, 4.0)
@@ -72,6 +72,8 @@ class Mayhem:
             (self._restart, 3),
             (self._guest, 3),
             (self._kill_server, 2),
+            (self._freeze_server, 1),
+            (self._restart_servers, 1),
             (self._poison, 1),
         ]
         started = time.monotonic()
@@ -132,15 +134,30 @@ class Mayhem:
         say("servers", "kill one")
         self._arena.kill_server(random, random.uniform(0.0, 2.0))
 
+    def _freeze_server(self, fleet: Fleet, random: Random) -> None:
+        seconds = random.uniform(0.5, 1.5 * STREAM_SILENCE_MS / 1_000)
+        say("servers", f"freeze one for {seconds:.1f} s")
+        self._arena.freeze_server(random, seconds)
+
+    def _restart_servers(self, fleet: Fleet, random: Random) -> None:
+        say("servers", "restart all")
+        self._arena.restart_servers()
+
     def _poison(self, fleet: Fleet, random: Random) -> None:
         fleet.traffic.send(1, "dies")
 
     def _shake_broker(self) -> None:
         random = Random(self._random.random())
         while not self._over.wait(random.uniform(*BROKER_EVERY_S)):
-            say("broker", "kill")
-            self._count("kill_broker")
-            self._arena.kill_broker(random.uniform(0.0, 3.0))
+            if random.random() < 0.5:
+                say("broker", "kill")
+                self._count("kill_broker")
+                self._arena.kill_broker(random.uniform(0.0, 3.0))
+            else:
+                seconds = random.uniform(0.5, 2 * SESSION_MS / 1_000)
+                say("broker", f"freeze for {seconds:.1f} s")
+                self._count("freeze_broker")
+                self._arena.freeze_broker(seconds)
             say("broker", "is back")
 
     # Healing -------------------------------------------------------------------------------------

@@ -291,13 +291,10 @@ class Accounts:
         for place, letters in self.letters.items():
             if not all(letter.is_whole(self.sent.get(place)) for letter in letters):
                 torn.append(place)
-            # One that died between a letter and its result leaves a letter that has none.
+            # One that died between the two leaves a letter without its result, or the reverse.
             due_count = sum(answer.reason in LETTERED for answer in self.answers.get(place, []))
-            if (
-                not due_count
-                <= len(letters)
-                <= due_count + self.deaths * bool(self._limits.duplicates_max)
-            ):
+            explained = self.deaths if self._limits.duplicates_max else 0
+            if abs(len(letters) - due_count) > explained:
                 baseless.append(place)
         self._violation("letters", "missing", missing)
         self._violation("letters", "not the record as it came", torn)

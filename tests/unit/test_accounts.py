@@ -139,6 +139,15 @@ def test_a_dead_letter_too_many(accounts: Accounts) -> None:
     assert rules(accounts) == ["letters"]
 
 
+def test_a_death_explains_a_result_without_its_letter(accounts: Accounts) -> None:
+    """The result that the dead one wrote last; its heir wrote another, and the letter."""
+    accounts.note_answer((0, 4), answer((0, 9), "UNDECODABLE"))
+    assert sorted(rules(accounts)) == ["doubled", "doubled", "letters"]
+    accounts.violations.clear()
+    accounts.note_death()
+    assert rules(accounts) == []
+
+
 def test_a_dead_letter_of_a_vector(accounts: Accounts) -> None:
     accounts.note_letter((0, 0), letter(offset=1))
     assert rules(accounts) == ["letters", "letters"]  # it is not that record either
