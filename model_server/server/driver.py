@@ -266,12 +266,17 @@ class Driver:
 
     def close_stream(self, session: Session) -> None:
         """A stream is over: its inputs leave the queue."""
-        del self._sessions[session.stream]
+        if session.stream not in self._sessions:
+            return  # it was cut
+        self._forget_stream(session.stream)
+        self._feed(StreamClosed(stream=session.stream))
+
+    def _forget_stream(self, stream: int) -> None:
+        del self._sessions[stream]
         if not self._sessions:
             self.no_streams.set()
         self._metrics.streams.set(len(self._sessions))
-        self._feed(StreamClosed(stream=session.stream))
-        for key in [key for key, held in self._held.items() if held.stream == session.stream]:
+        for key in [key for key, held in self._held.items() if held.stream == stream]:
             del self._held[key]
 
     def fill_state(self, stream: int, state: pb.ServerState) -> None:
@@ -519,6 +524,7 @@ class Driver:
         self._metrics.streams_cut.inc()
         self._log.warning("stream cut", stream=effect.stream, reason=effect.failure.message)
         self._sessions[effect.stream].cut(effect.failure)
+        self._forget_stream(effect.stream)
 
     def _maximum_lowered(self, effect: MaximumLowered) -> None:
         self._metrics.maximum_lowered.inc()

@@ -29,6 +29,8 @@ STATUS_BYTES = 1024
 """What a message, and each failure in it, is reckoned to hold besides vectors: a client that sends
 only what is refused, and reads nothing, must not cost memory without end."""
 UNTOKENIZED_REQUESTS_MAX = 8
+CUT_STATUS_S = 30.0
+"""How long a client whose stream is cut may take to read why; then the call is reset."""
 
 
 class Server(Protocol):
@@ -93,8 +95,17 @@ class Session:
             if isinstance(outcome, Exception):
                 raise outcome
         failure = self._fault or self._failure
-        if failure is not None:
+        if failure is None:
+            return
+        if not self._cut:
             await abort(context, failure)
+        try:
+            # The status waits behind what the client has not read.
+            async with asyncio.timeout(CUT_STATUS_S):
+                await abort(context, failure)
+        except TimeoutError:
+            # gRPC resets the call of a handler that ends so; nothing else ends it while it is full.
+            raise asyncio.CancelledError from None
 
     async def _read(self, context: StreamContext) -> None:
         while isinstance(request := await context.read(), pb.EmbedStreamRequest):

@@ -68,11 +68,15 @@ class GatedEngine(SimulatedEngine):
         self.gate.set()
         self.passes: list[int] = []
         """Inputs of each pass, those of the start included."""
+        self.held = False
+        """A pass stands at the gate; it is announced a moment before."""
 
     def embed(self, inputs: Sequence[Tokens]) -> Vectors:
         self.passes.append(len(inputs))
+        self.held = not self.gate.is_set()
         if not self.gate.wait(WAIT_S):
             raise TimeoutError("a test left the gate shut")
+        self.held = False
         return super().embed(inputs)
 
 

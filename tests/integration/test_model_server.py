@@ -105,6 +105,7 @@ async def test_two_streams_share_passes_and_windows(
         mine = await stream.send("a", "b")
         theirs = await other.send("c", "d")
         await eventually(lambda: server.server.driver.scheduler.queued_tokens == 12)
+        await eventually(lambda: server.engine.held)
         passes = len(server.engine.passes)
         server.engine.gate.set()
         await other.answers(theirs)
@@ -145,6 +146,7 @@ async def test_a_cancelled_stream_leaves_the_queue(
         await eventually(lambda: server.server.driver.scheduler.queued_tokens)
     await eventually(lambda: server.server.driver.streams == 1)
     assert server.server.driver.scheduler.queued_tokens == 0
+    await eventually(lambda: server.engine.held)
     passes = len(server.engine.passes)
     server.engine.gate.set()
     await stream.answers(held)
@@ -177,6 +179,7 @@ async def test_an_exclusive_request_runs_alone(server: Running, stream: Stream) 
     alone = await stream.send("s", "t", exclusive=True)
     mates = await stream.send("u", "v", "w")
     await eventually(lambda: server.server.driver.scheduler.queued_tokens == 5 * 3)
+    await eventually(lambda: server.engine.held)
     passes = len(server.engine.passes)
     server.engine.gate.set()
     await stream.answers(held, alone, mates)
@@ -392,6 +395,8 @@ async def test_clients_that_do_not_read_are_cut_and_the_others_answered(server: 
                 await stream.send("alone", exclusive=True)
         other = await stack.enter_async_context(Stream(channels[2]))
         await eventually(lambda: server.log.getvalue().count("stream cut") == 2)
+        # Nothing is kept of them, though they still have not read why.
+        assert server.server.driver.streams == 1
         answers = await other.answers(await other.send("hello"))
         assert answers[1][-1].last
         for stream in deaf:

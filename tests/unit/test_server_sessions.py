@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from model_server.core.failures import not_started
+from model_server.server import sessions
 from model_server.server.answers import Group
 from model_server.server.calls import Held, Timing
 from model_server.server.requests import Columns
@@ -185,6 +186,20 @@ async def test_a_stream_that_is_cut_ends_though_a_write_hangs(world: World) -> N
     world.context.reads.set()
     await world.settle()
     assert (world.context.written, world.server.written) == ([], [])
+
+
+async def test_a_client_that_does_not_even_read_why_it_was_cut_is_reset(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hangs(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(sessions, "CUT_STATUS_S", 0.0)
+    monkeypatch.setattr(world.context, "abort", hangs)
+    await world.settle()
+    world.session.cut(not_started("it does not read"))
+    with pytest.raises(asyncio.CancelledError):
+        await world.task
 
 
 async def test_reading_stops_while_too_much_waits_for_the_tokenizer(world: World) -> None:
