@@ -59,9 +59,9 @@ CLOSE_S_MIN = 0.25
 HANG_S = 5.0
 """A process that has not ended so long after its grace shows where its threads are, and is ended.
 """
-MESSAGE_TIMEOUT_MS = 30_000
-"""How long the client itself tries to write a record before an outage begins for the core; at most
-a quarter of `sink_outage_ms_max`, which would be overshot by as much."""
+MESSAGE_TIMEOUT_MS_MIN, MESSAGE_TIMEOUT_MS_MAX = 1_000, 30_000
+"""How long the client itself tries to write a record before an outage begins for the core: a
+quarter of `sink_outage_ms_max`, which is overshot by as much, within these."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -111,7 +111,9 @@ def kafka_options(settings: AggregatorSettings) -> KafkaOptions:
         group_protocol=settings.group_protocol,
         max_poll_interval_ms=settings.max_poll_interval_ms,
         session_timeout_ms=settings.session_timeout_ms,
-        message_timeout_ms=min(MESSAGE_TIMEOUT_MS, settings.sink_outage_ms_max // 4 + 1),
+        message_timeout_ms=min(
+            max(settings.sink_outage_ms_max // 4, MESSAGE_TIMEOUT_MS_MIN), MESSAGE_TIMEOUT_MS_MAX
+        ),
         overrides=settings.kafka,
     )
 
