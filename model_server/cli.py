@@ -117,7 +117,12 @@ def _serve(settings: ModelServerSettings) -> None:
         ended = asyncio.run(
             serve_until_ended(
                 settings,
-                lambda: create_engine(settings, folder, cache_dir),
+                lambda: create_engine(
+                    settings,
+                    folder,
+                    cache_dir,
+                    says=lambda line: log.info("engine says", line=line),
+                ),
                 log=log,
                 cache_dir=cache_dir,
             )

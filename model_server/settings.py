@@ -36,10 +36,12 @@ from model_server.core.saturation import TargetSource
 PREFIX = "MODEL_SERVER_"
 MEBIBYTE = 1024 * 1024
 MESSAGE_BYTES_MAX = 64 * MEBIBYTE
-DEFAULT_TARGETS = {"torch": 256, "simulated": 600}
-"""Where neither a setting nor a profile of the machine says better; for torch, of a CPU."""
-DEFAULT_PROFILE_MS_MAX = {"torch": 2_500, "simulated": 0}
+DEFAULT_TARGETS = {"torch": 256, "sglang": 256, "vllm": 256, "simulated": 600}
+"""Where neither a setting nor a profile of the machine says better; for a real engine, of a CPU."""
+DEFAULT_PROFILE_MS_MAX = {"torch": 2_500, "sglang": 2_500, "vllm": 2_500, "simulated": 0}
 """The simulated engine's latency is declared: there is nothing to find out."""
+SEPARATE_ENGINES = ("sglang", "vllm")
+"""Those with processes of their own."""
 
 # What Kubernetes injects into every pod of a namespace for a Service whose name begins with ours.
 # `..._PORT` alone could be somebody's misspelt setting, so its value must be one of Kubernetes'.
@@ -124,7 +126,7 @@ class ModelServerSettings(BaseSettings):
     )
 
     # The model.
-    engine: Literal["torch", "simulated"] = "torch"
+    engine: Literal["torch", "sglang", "vllm", "simulated"] = "torch"
     model: str | None = Field(default=None, min_length=1)
     """A folder, or the id of a model on the hub; required but for the simulated engine."""
     model_revision: str | None = Field(default=None, min_length=1)
@@ -148,6 +150,15 @@ class ModelServerSettings(BaseSettings):
     threads: Annotated[int, Field(ge=0)] = 0
     """0: as many as this process may use."""
     simulated: SimulatedSettings = SimulatedSettings()
+    # Of engines with processes of their own, as they name them.
+    quantization: str | None = Field(default=None, min_length=1)
+    tensor_parallel: Positive = 1
+    """GPUs that share one model."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of a device's memory, for weights and cache; absent: 0.8."""
+    attention_backend: str | None = Field(default=None, min_length=1)
+    """Absent: by device."""
+    engine_start_timeout_ms: Positive = 600_000
 
     # Passes and requests.
     batch_tokens_target: Positive | None = None
@@ -181,6 +192,10 @@ class ModelServerSettings(BaseSettings):
     def _relations(self) -> Self:
         if self.model is None and self.engine != "simulated":
             raise ValueError(f"model is required for engine {self.engine}: a folder or a hub id")
+        if self.engine not in SEPARATE_ENGINES:
+            self._refuse_for_engines_of_their_own()
+        if self.quantization is not None and self.golden_cosine_min is None:
+            raise ValueError("quantization needs golden_cosine_min: how near its vectors must be")
         maximum = self.batch_tokens_max
         target = self.batch_tokens_target
         if maximum is not None and target is not None and maximum < target:
@@ -191,6 +206,12 @@ class ModelServerSettings(BaseSettings):
         if maximum is not None and one is not None and maximum < one:
             raise ValueError("batch_tokens_max must hold one input of input_tokens_max")
         return self
+
+    def _refuse_for_engines_of_their_own(self) -> None:
+        for name in ("quantization", "tensor_parallel", "memory_fraction", "attention_backend"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                known = " and ".join(SEPARATE_ENGINES)
+                raise ValueError(f"{name} is for engine {known}, not for {self.engine}")
 
     @classmethod
     def settings_customise_sources(

@@ -1,12 +1,13 @@
 """Prove the whole path: every query one result, every vector that of its text alone.
 
-Sends a file of queries through a real Apache Kafka node, an aggregator and a model server with the
-torch engine, all of them processes as users run them, half as Protobuf and half as JSON, without a
-time to live (a file sent at once is a backlog). Then each result is compared with
-sentence-transformers' own vector for that text, encoded alone: exactly one result a query, cosine
-at least 0.9999, `tokens` exact.
+Sends a file of queries through a real Apache Kafka node, an aggregator and a model server, all of
+them processes as users run them, half as Protobuf and half as JSON, without a time to live (a file
+sent at once is a backlog). Then each result is compared with sentence-transformers' own vector for
+that text, encoded alone: exactly one result a query, cosine at least 0.9999, `tokens` exact. Where
+the engine counts its own forward passes, each list must have been one pass.
 
-    make verify QUERIES=FILE        (id TAB text, or plain lines; without it the demo's own)
+    make verify QUERIES=FILE                 (id TAB text, or plain lines; else the demo's own)
+    make verify QUERIES=FILE ENGINE=sglang   (in that engine's environment)
 """
 
 from __future__ import annotations
@@ -38,6 +39,30 @@ COSINE_MIN = 0.9999
 QUIET_S = 3.0
 """How long results are listened for after the last one, for doubles."""
 Vector = npt.NDArray[np.float32]
+ENVIRONMENTS = {"torch": None, "sglang": ".venv-sglang", "vllm": ".venv-vllm"}
+"""Of each engine; None: the one that this runs in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """The engine that is to be verified."""
+
+    name: str
+
+    @property
+    def python(self) -> str:
+        """The interpreter of its environment.
+
+        Raises:
+            BenchError: there is none.
+        """
+        environment = ENVIRONMENTS[self.name]
+        if environment is None:
+            return sys.executable
+        python = Path(__file__).parent.parent / environment / "bin" / "python"
+        if not python.exists():
+            raise BenchError(f"no {environment}: make verify ENGINE={self.name} makes it")
+        return str(python)
 
 
 @dataclass(slots=True)
@@ -55,6 +80,18 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The forward passes of a run, from the model server's log."""
+
+    count: int
+    tokens: int
+    counted: int
+    """Those that the engine counted too."""
+    not_as_sent: int
+    """Of these: lists that were split, or ran other inputs than were sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What came of a run; `ok` when nothing is wrong."""
 
@@ -65,16 +102,18 @@ class Verdict:
     tokens_wrong: int
     cosine_min: float
     seconds: float
+    passes: Passes
 
     @property
     def ok(self) -> bool:
         """Each query one right result."""
         wrong = self.missing + self.doubled + self.errors + self.tokens_wrong
+        wrong += self.passes.not_as_sent
         return wrong == 0 and self.cosine_min >= COSINE_MIN
 
 
-def start_stack(stack: ExitStack, bootstrap: str) -> Child:
-    """Topics, model server and aggregator; returns the aggregator when it is ready."""
+def start_stack(stack: ExitStack, bootstrap: str, engine: Engine) -> tuple[Child, Child]:
+    """Topics, model server and aggregator; returns the last two when they are ready."""
     grpc, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     create = [sys.executable, "-m", "aggregator", "topics", "create"]
     env = {"AGGREGATOR_BOOTSTRAP_SERVERS": bootstrap}
@@ -85,8 +124,9 @@ def start_stack(stack: ExitStack, bootstrap: str) -> Child:
     server = stack.enter_context(
         Child(
             "model-server",
-            [sys.executable, "-m", "model_server", "serve"],
+            [engine.python, "-m", "model_server", "serve"],
             {
+                "MODEL_SERVER_ENGINE": engine.name,
                 "MODEL_SERVER_MODEL": str(get_model_path()),
                 "MODEL_SERVER_SERVED_MODEL_NAME": "bench",
                 "MODEL_SERVER_GRPC_LISTEN": grpc,
@@ -94,13 +134,30 @@ def start_stack(stack: ExitStack, bootstrap: str) -> Child:
             },
         )
     )
-    server.wait_ready(f"http://{metrics}/readyz", timeout_s=120)
+    server.wait_ready(f"http://{metrics}/readyz", timeout_s=300)
     child, url = aggregator(
         bootstrap, grpc, env | {"AGGREGATOR_GROUP_PROTOCOL": "consumer", "AGGREGATOR_TTL_MS": "0"}
     )
     stack.enter_context(child)
     child.wait_ready(f"{url}/readyz")
-    return child
+    return server, child
+
+
+def passes_of(log: Path) -> Passes:
+    """What a model server's log says of its passes."""
+    lines = (json.loads(line) for line in log.read_text("utf-8").splitlines() if line[:1] == "{")
+    passes = [line for line in lines if line.get("event") == "pass"]
+    counted = [line for line in passes if "engine_passes" in line]
+    return Passes(
+        count=len(passes),
+        tokens=sum(line["tokens"] for line in passes),
+        counted=len(counted),
+        not_as_sent=sum(
+            (line["engine_passes"], line["engine_sequences"], line["engine_tokens"])
+            != (1, line["inputs"], line["tokens"])
+            for line in counted
+        ),
+    )
 
 
 def send(bootstrap: str, texts: Sequence[str]) -> None:
@@ -161,7 +218,9 @@ def take(one: Received, headers: dict[str, Any], value: bytes) -> None:
         one.tokens.append(message.tokens)
 
 
-def judge(texts: Sequence[str], received: Sequence[Received], seconds: float) -> Verdict:
+def judge(
+    texts: Sequence[str], received: Sequence[Received], seconds: float, passes: Passes
+) -> Verdict:
     """Compare with sentence-transformers, one text at a time."""
     from sentence_transformers import SentenceTransformer  # noqa: PLC0415 (seconds to import)
 
@@ -191,18 +250,19 @@ def judge(texts: Sequence[str], received: Sequence[Received], seconds: float) ->
         tokens_wrong=tokens_wrong,
         cosine_min=cosine_min,
         seconds=seconds,
+        passes=passes,
     )
 
 
-def verify(texts: Sequence[str], bootstrap: str) -> Verdict:
+def verify(texts: Sequence[str], bootstrap: str, engine: Engine) -> Verdict:
     """Run everything against the broker at `bootstrap`."""
     with ExitStack() as stack:
-        process = start_stack(stack, bootstrap)
+        server, process = start_stack(stack, bootstrap, engine)
         start_s = time.perf_counter()
         send(bootstrap, texts)
         received = receive(bootstrap, len(texts), process)
         seconds = time.perf_counter() - start_s - QUIET_S
-    return judge(texts, received, seconds)
+    return judge(texts, received, seconds, passes_of(server.log_path))
 
 
 def main() -> int:
@@ -212,12 +272,17 @@ def main() -> int:
     )
     parser.add_argument("--queries", type=Path, help="id TAB text, or plain lines")
     parser.add_argument("--count", type=int, help="how many of them (default: all)")
+    parser.add_argument(
+        "--engine", choices=sorted(ENVIRONMENTS), default="torch", help="default: torch"
+    )
     options = parser.parse_args()
     lines = options.queries.read_text(encoding="utf-8").splitlines() if options.queries else []
     count = options.count or sum(1 for line in lines if line.strip()) or 1000
     try:
         with KafkaNode(NodeOptions()) as node:
-            verdict = verify(read_queries(options.queries, count), node.bootstrap_servers)
+            engine = Engine(name=options.engine)
+            texts = read_queries(options.queries, count)
+            verdict = verify(texts, node.bootstrap_servers, engine)
     except (BenchError, KafkaUnavailableError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -226,8 +291,14 @@ def main() -> int:
         f" {verdict.doubled} with more than one, {verdict.errors} errors, "
         f"{verdict.tokens_wrong} wrong token counts, smallest cosine {verdict.cosine_min:.7f}"
     )
+    passes = verdict.passes
+    print(
+        f"{passes.count} passes of {passes.tokens} tokens; the engine counted {passes.counted}, "
+        f"{passes.not_as_sent} not as one pass of what was sent"
+    )
     report(
         {
+            "engine": options.engine,
             "verify": "ok" if verdict.ok else "failed",
             "queries": verdict.queries,
             "missing": verdict.missing,
@@ -236,6 +307,10 @@ def main() -> int:
             "tokens_wrong": verdict.tokens_wrong,
             "cosine_min": verdict.cosine_min,
             "run_s": round(verdict.seconds, 2),
+            "passes": passes.count,
+            "pass_tokens": passes.tokens,
+            "engine_counted": passes.counted,
+            "engine_not_as_sent": passes.not_as_sent,
         }
     )
     return 0 if verdict.ok else 1

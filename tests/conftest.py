@@ -27,6 +27,18 @@ settings.register_profile(
 )
 settings.load_profile("any-machine")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Engines of an environment of their own are asked for by name, and then must be there."""
+    parser.addoption(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="test this engine instead of those of the development environment (may be repeated)",
+    )
+
+
 TopicFactory = Callable[..., str]
 """`make(prefix="topic", partitions=1, **config)` -> name; underscores in config keys are dots."""
 

@@ -123,9 +123,10 @@ class CutStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartEngine:
-    """Close the engine and start it anew; `EngineReady` is due."""
+    """Close the engine and start it anew after a while; `EngineReady` is due."""
 
     message: str
+    delay_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,12 +97,13 @@ class EngineReady:
 
     The warm-up pass had `limits.batch_tokens_max` tokens. `pass_samples` are (tokens, nanoseconds)
     of passes already measured. `follow`: the profile that the target is from, if it is to follow
-    the machine.
+    the machine. `killable`: a pass that hangs can be ended without ending ourselves.
     """
 
     limits: Limits
     pass_samples: Sequence[tuple[int, int]] = ()
     follow: FollowOptions | None = None
+    killable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ from model_server.core.limits import Limits
 from model_server.core.pass_times import PassTimes
 from model_server.core.passes import Passes, RunningPass
 from model_server.core.requests import Request
+from model_server.core.restarts import IN_A_ROW_MAX, Restarts
 from model_server.core.steering import Steering
 from model_server.core.streams import Streams
 
@@ -96,6 +97,8 @@ class Scheduler:
         self._passes = Passes(self._requests)
         self._times = PassTimes()
         self._steering = Steering()
+        self._restarts = Restarts()
+        self._killable = False
         self._pass: RunningPass | None = None
         self._pass_id = 0
         self._idle_said = True
@@ -334,6 +337,7 @@ class Scheduler:
             failure = failed_alone(suspect.message)
             self._fail(suspect.part.request, suspect.part.indexes, failure, now_ns)
             return
+        self._restarts.good_pass()
         duration_ns = event.ended_ns - event.started_ns
         self._times.observe(ended.tokens, duration_ns)
         self._steer(ended, duration_ns, now_ns)
@@ -397,6 +401,7 @@ class Scheduler:
         self._lifecycle.to(Phase.SERVING)
         self._limits = event.limits
         self._steering.follow(event.follow)
+        self._killable = event.killable
         for tokens, duration_ns in event.pass_samples:
             self._times.observe(tokens, duration_ns)
 
@@ -411,9 +416,13 @@ class Scheduler:
         if self._lifecycle.phase is Phase.DRAINING:
             self._stop(None)
             return
+        delay_ns = self._restarts.lost(now_ns)
+        if delay_ns is None:
+            self._stop(f"{IN_A_ROW_MAX} engines died without a good pass; the last: {message}")
+            return
         self._lifecycle.to(Phase.RESTARTING)
         self._after.append(CloseStreams(failure=not_started("The engine is restarting.")))
-        self._after.append(RestartEngine(message=message))
+        self._after.append(RestartEngine(message=message, delay_ns=delay_ns))
 
     def _answer_all(self, in_pass: Sequence[Part], failure: Failure, now_ns: int) -> None:
         """Inputs of `in_pass` get `failure`, all others NOT_STARTED."""
@@ -460,6 +469,9 @@ class Scheduler:
             age_ns = now_ns - running.since_ns
             if running.started and age_ns >= self._options.pass_timeout_ns:
                 message = f"a pass ran longer than {self._options.pass_timeout_ns // 1_000_000} ms"
+                if self._killable:
+                    self._lose_engine(message, running.parts, now_ns)
+                    return
                 self._answer_all(running.parts, engine_died(message), now_ns)
                 self._stop(message)
                 return

@@ -7,9 +7,9 @@ block; the server calls `tokenize` and `embed` from worker threads, never two `e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,14 @@ class TextRefused:
     message: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePass:
+    """One forward pass, as counted where it ran."""
+
+    sequences: int
+    tokens: int
+
+
 class EngineError(Exception):
     """A pass failed; the engine itself may be sound."""
 
@@ -116,4 +124,25 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what it holds. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SeparateEngine(Engine, Protocol):
+    """An engine in a process of its own: it may die at any time, and can be ended in a pass."""
+
+    @property
+    def passes(self) -> Sequence[EnginePass]:
+        """The forward passes that the last `embed` took, as the engine itself counted them."""
+        ...
+
+    def watch(self, died: Callable[[str], None]) -> None:
+        """Have it called, once and from any thread, when the process is gone without `close`.
+
+        At once if it is gone already. What it is given says why, in one line.
+        """
+        ...
+
+    def kill(self) -> None:
+        """End the process now, from any thread; an `embed` that runs raises EngineDiedError."""
         ...

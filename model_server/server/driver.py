@@ -55,10 +55,10 @@ from model_server.engines.base import (
     EngineOutOfMemoryError,
     ModelInfo,
     Tokens,
-    Vectors,
 )
 from model_server.server.answers import group_answers
 from model_server.server.calls import Caller, Held, Timing
+from model_server.server.engine_host import EngineHost
 from model_server.server.intake import Intake
 from model_server.server.jobs import Ran, embed, tokenize
 from model_server.server.requests import Columns
@@ -91,7 +91,7 @@ class _Running:
 
     effect: RunPass
     inputs: int
-    vectors: Vectors | None = None
+    ran: Ran | None = None
 
 
 class Driver:
@@ -104,9 +104,14 @@ class Driver:
         self._log = log
         self._metrics = metrics
         self._scheduler = Scheduler(options.scheduler)
-        self._engine_worker = Worker("engine", loop)
+        self._engine = EngineHost(
+            options.start,
+            loop,
+            started=self._engine_started,
+            failed=self._engine_failed,
+            died=lambda message: self._feed(EngineDied(message=message)),
+        )
         self._token_worker = Worker("tokenizer", loop)
-        self._started: Started | None = None
         self._target_has_moved = False
         self._intake: Intake | None = None
         self._sessions: dict[int, Session] = {}
@@ -153,17 +158,18 @@ class Driver:
     @property
     def info(self) -> ModelInfo | None:
         """Of the loaded model; None before there is one."""
-        return self._started.engine.info if self._started is not None else None
+        started = self._engine.current
+        return started.engine.info if started is not None else None
 
     @property
     def started(self) -> Started | None:
         """The engine that serves, and how it came to its target; None before there is one."""
-        return self._started
+        return self._engine.current
 
     @property
     def target_source(self) -> TargetSource:
         """Where the target in force came from."""
-        started = self._started
+        started = self._engine.current
         if started is None:
             return TargetSource.DEFAULT
         return TargetSource.FOLLOWED if self._target_has_moved else started.target_source
@@ -188,7 +194,7 @@ class Driver:
 
     def start(self) -> None:
         """Load the engine; SERVING follows, or `halted`."""
-        self._engine_worker.submit(self._options.start, self._engine_started)
+        self._engine.start()
 
     def drain(self) -> None:
         """Answer what is held, refuse the rest; `halted` follows."""
@@ -199,36 +205,31 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
         self._token_worker.close(timeout_s)
-        if self._started is not None:
-            self._engine_worker.submit(self._started.engine.close, lambda *_: None)
-        return self._engine_worker.close(timeout_s)
+        return self._engine.close(timeout_s)
 
-    def _engine_started(self, result: Started, error: BaseException | None) -> None:
-        if error is not None:
-            self._log.error("engine not started", error=str(error), kind=type(error).__name__)
-            self._halt(Halt(message=str(error) or type(error).__name__))
-            return
-        self._started = result
+    def _engine_failed(self, error: BaseException) -> None:
+        self._log.error("engine not started", error=str(error), kind=type(error).__name__)
+        self._halt(Halt(message=str(error) or type(error).__name__))
+
+    def _engine_started(self, result: Started) -> None:
         self._intake = Intake(self._options.model, result.engine.info)
         self._target_has_moved = False
-        follow = result.found.follow if result.found is not None else None
         self._feed(
-            EngineReady(limits=result.limits, pass_samples=result.pass_samples, follow=follow)
+            EngineReady(
+                limits=result.limits,
+                pass_samples=result.pass_samples,
+                follow=result.found.follow if result.found is not None else None,
+                killable=self._engine.separate is not None,
+            )
         )
         self._tell_limits()
 
     def _restart_engine(self, effect: RestartEngine) -> None:
         self._metrics.engine_restarts.inc()
-        self._log.error("engine lost", reason=effect.message)
-        lost, start = self._started, self._options.start
+        restart_in_s = round(effect.delay_ns / 1e9, 3)
+        self._log.error("engine lost", reason=effect.message, restart_in_s=restart_in_s)
         self._passes.clear()
-
-        def restart() -> Started:
-            if lost is not None:
-                lost.engine.close()
-            return start()
-
-        self._engine_worker.submit(restart, self._engine_started)
+        self._engine.restart(effect.delay_ns)
 
     def _halt(self, effect: Halt) -> None:
         if not self.halted.done():
@@ -360,7 +361,7 @@ class Driver:
         return held
 
     def _tokenize(self, held: Held, tokenized: Callable[[], None]) -> None:
-        started = self._started
+        started = self._engine.current
         if started is None:
             raise RuntimeError("a request was taken before there is an engine")
         engine = started.engine
@@ -397,7 +398,7 @@ class Driver:
     # Passes
 
     def _run_pass(self, effect: RunPass) -> None:
-        started = self._started
+        started = self._engine.current
         if started is None:
             raise RuntimeError("a pass without an engine")
         held = self._held
@@ -410,7 +411,7 @@ class Driver:
             inputs = [started.canary]
         self._passes[effect.pass_id] = _Running(effect=effect, inputs=len(inputs))
         engine = started.engine
-        self._engine_worker.submit(
+        self._engine.submit(
             lambda: embed(engine, inputs),
             lambda result, error: self._ran(effect.pass_id, result, error),
         )
@@ -422,7 +423,7 @@ class Driver:
         kind = str(running.effect.kind)
         if error is None:
             self._metrics.passes.labels(kind, "done").inc()
-            running.vectors = result.vectors
+            running.ran = result
             self._feed(
                 PassDone(pass_id=pass_id, started_ns=result.started_ns, ended_ns=result.ended_ns)
             )
@@ -444,8 +445,8 @@ class Driver:
 
     def _answer(self, effect: Answer) -> None:
         running = self._passes[effect.pass_id]
-        info, vectors = self.info, running.vectors
-        if vectors is None or info is None:
+        info, ran = self.info, running.ran
+        if ran is None or info is None:
             raise RuntimeError("an answer without vectors")
         inference_us = (effect.ended_ns - effect.started_ns) // 1_000
         for part in effect.parts:
@@ -453,7 +454,7 @@ class Driver:
             groups, failures = group_answers(
                 held.columns,
                 part.indexes,
-                vectors[part.row : part.row + len(part.indexes)],
+                ran.vectors[part.row : part.row + len(part.indexes)],
                 normalized=info.normalized,
             )
             for _, failure in failures:
@@ -464,13 +465,14 @@ class Driver:
             self._metrics.queue_seconds.observe(queue_us / 1e6)
             if part.last:
                 del self._held[part.request]
-        self._tell_pass(effect, running, inference_us)
+        self._tell_pass(effect, running, ran, inference_us)
 
-    def _tell_pass(self, effect: Answer, running: _Running, inference_us: int) -> None:
+    def _tell_pass(self, effect: Answer, running: _Running, ran: Ran, inference_us: int) -> None:
         """The canonical line of a pass, and its metrics."""
         tokens = running.effect.tokens
         fill = tokens / self._scheduler.limits.batch_tokens_target
         self._metrics.observe_pass(running.inputs, tokens, fill, inference_us / 1e6)
+        self._metrics.engine_passes.inc(len(ran.passes or ()))
         self._metrics.queued_tokens.set(self._scheduler.queued_tokens)
         implied = self._scheduler.implied_target
         if implied is not None:
@@ -486,6 +488,7 @@ class Driver:
             pass_ms=inference_us / 1_000,
             queued_tokens=self._scheduler.queued_tokens,
             streams=len(self._sessions),
+            **ran.counted(),
         )
 
     # Other effects

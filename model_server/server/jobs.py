@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model_server.engines.base import Engine, EngineError, Text, TextRefused, Tokens, Vectors
+from model_server.engines.base import (
+    Engine,
+    EngineError,
+    EnginePass,
+    SeparateEngine,
+    Text,
+    TextRefused,
+    Tokens,
+    Vectors,
+)
 from model_server.server.requests import Columns
 
 
@@ -19,6 +28,18 @@ class Ran:
     vectors: Vectors
     started_ns: int
     ended_ns: int
+    passes: Sequence[EnginePass] | None = None
+    """As an engine with a process of its own counted them; None: it ran here, as one."""
+
+    def counted(self) -> dict[str, int]:
+        """Fields of the pass's log line: what the engine itself counted."""
+        if self.passes is None:
+            return {}
+        return {
+            "engine_passes": len(self.passes),
+            "engine_sequences": sum(one.sequences for one in self.passes),
+            "engine_tokens": sum(one.tokens for one in self.passes),
+        }
 
 
 def embed(engine: Engine, inputs: Sequence[Tokens]) -> Ran:
@@ -36,7 +57,8 @@ def embed(engine: Engine, inputs: Sequence[Tokens]) -> Ran:
         raise EngineError(
             f"the engine returned {vectors.dtype} of shape {vectors.shape}, not float32 {expected}"
         )
-    return Ran(vectors=vectors, started_ns=started_ns, ended_ns=ended_ns)
+    passes = engine.passes if isinstance(engine, SeparateEngine) else None
+    return Ran(vectors=vectors, started_ns=started_ns, ended_ns=ended_ns, passes=passes)
 
 
 def tokenize(engine: Engine, columns: Columns) -> None:

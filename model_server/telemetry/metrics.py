@@ -86,6 +86,11 @@ TABLE: dict[str, Declared] = {
     "model_server_serving": Declared(
         kind=Gauge, why="1 while requests are taken: what health says."
     ),
+    "model_server_engine_passes_total": Declared(
+        kind=Counter,
+        why="Forward passes that an engine with a process of its own counted: more than passes of "
+        "ours means that it splits them.",
+    ),
     "model_server_engine_restarts_total": Declared(
         kind=Counter, why="Times the engine died or broke."
     ),
@@ -129,6 +134,7 @@ class Metrics:
         self.streams = self._make(Gauge, "model_server_streams")
         self.streams_cut = self._make(Counter, "model_server_streams_cut_total")
         self.serving = self._make(Gauge, "model_server_serving")
+        self.engine_passes = self._make(Counter, "model_server_engine_passes_total")
         self.engine_restarts = self._make(Counter, "model_server_engine_restarts_total")
         self.batch_tokens_target = self._make(Gauge, "model_server_batch_tokens_target")
         self.implied_target = self._make(Gauge, "model_server_batch_tokens_target_implied")

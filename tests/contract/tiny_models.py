@@ -123,8 +123,10 @@ def _config(name: str, **settings: Any) -> Any:
     return getattr(transformers, f"{name}Config")(**(_BASE | settings))
 
 
-def _decoder(name: str, **settings: Any) -> Any:
-    return _config(name, num_key_value_heads=2, head_dim=8, max_position_embeddings=64, **settings)
+def _decoder(name: str, *, head_dim: int = 8, **settings: Any) -> Any:
+    return _config(
+        name, num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=64, **settings
+    )
 
 
 ARCHITECTURES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -147,6 +149,15 @@ ARCHITECTURES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: _config("XLMRoberta", max_position_embeddings=MAX_TOKENS + 2, pad_token_id=1),
         unigram,
     ),
+    "xlm-roberta-1-head": (  # of 32: vLLM's kernels for CPUs know no smaller one
+        lambda: _config(
+            "XLMRoberta",
+            num_attention_heads=1,
+            max_position_embeddings=MAX_TOKENS + 2,
+            pad_token_id=1,
+        ),
+        unigram,
+    ),
     "modernbert": (
         lambda: _config(
             "ModernBert",
@@ -161,6 +172,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         wordpiece,
     ),
     "qwen3": (lambda: _decoder("Qwen3"), byte_level),
+    "qwen3-heads-of-32": (lambda: _decoder("Qwen3", head_dim=32), byte_level),
     "qwen3-window": (
         lambda: _decoder(
             "Qwen3",

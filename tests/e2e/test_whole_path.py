@@ -9,7 +9,7 @@ import pytest
 
 from ops.bench.common import read_queries
 from ops.kafka.node import KafkaNode, KafkaUnavailableError
-from ops.verify import verify
+from ops.verify import Engine, verify
 from tests.conftest import unavailable
 
 
@@ -23,7 +23,7 @@ def test_every_query_gets_the_one_vector_of_its_text() -> None:
     except KafkaUnavailableError as error:
         unavailable(str(error))
     try:
-        verdict = verify(read_queries(None, 400), node.bootstrap_servers)
+        verdict = verify(read_queries(None, 400), node.bootstrap_servers, Engine(name="torch"))
     finally:
         node.stop()
     assert verdict.ok, verdict

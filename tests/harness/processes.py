@@ -86,11 +86,13 @@ class CommandProcess:
             self._ended = True
             self._changed.notify_all()
 
-    def wait_for(self, condition: Callable[[Line], bool], *, after: int = 0) -> Line:
+    def wait_for(
+        self, condition: Callable[[Line], bool], *, after: int = 0, timeout_s: float = WAIT_S
+    ) -> Line:
         """The first line from number `after` on of which it holds; fails when none comes."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._ended or any(map(condition, self.lines[after:])), WAIT_S
+                lambda: self._ended or any(map(condition, self.lines[after:])), timeout_s
             )
             for line in self.lines[after:]:
                 if condition(line):

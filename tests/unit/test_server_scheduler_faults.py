@@ -12,6 +12,7 @@ from model_server.core.curve import Fit
 from model_server.core.failures import Code
 from model_server.core.following import FollowOptions
 from model_server.core.lifecycle import Phase
+from model_server.core.restarts import FREE_RESTARTS, IN_A_ROW_MAX, INTERVAL_NS
 from model_server.core.saturation import TargetOptions
 from tests.harness.scheduler import LIMITS, MS, SchedulerWorld
 
@@ -199,6 +200,41 @@ def test_a_pass_over_its_time_is_a_death_that_ends_the_process(world: SchedulerW
     assert halt.message is not None
     assert "60000 ms" in halt.message
     assert world.scheduler.phase is Phase.STOPPED
+
+
+def test_a_pass_over_its_time_ends_an_engine_that_can_be_killed() -> None:
+    world = SchedulerWorld(ready=False)
+    world.feed(ev.EngineReady(limits=world.limits, killable=True))
+    world.open(1)
+    hung = world.send([60, 60])
+    world.later(60_000)
+    assert world.outcome(hung) == ["ENGINE_DIED", "NOT_STARTED"]
+    (restart,) = world.of(ef.RestartEngine)
+    assert "60000 ms" in restart.message
+    assert restart.delay_ns == 0
+    assert not world.of(ef.Halt)
+    assert world.scheduler.phase is Phase.RESTARTING
+    world.feed(ev.EngineReady(limits=world.limits, killable=True))
+    world.send([1])
+    world.done()
+
+
+def test_an_engine_that_dies_again_and_again_is_started_ever_later_and_then_given_up(
+    world: SchedulerWorld,
+) -> None:
+    delays = []
+    while world.scheduler.phase is not Phase.STOPPED:
+        world.send([1])
+        world.died()
+        if restarts := world.of(ef.RestartEngine):
+            delays.append(restarts[0].delay_ns)
+            world.now_ns += restarts[0].delay_ns
+            world.feed(ev.EngineReady(limits=world.limits))
+    assert delays[:FREE_RESTARTS] == [0] * FREE_RESTARTS
+    assert delays[FREE_RESTARTS:] == [INTERVAL_NS] * (IN_A_ROW_MAX - FREE_RESTARTS)
+    (halt,) = world.of(ef.Halt)
+    assert halt.message is not None
+    assert "without a good pass" in halt.message
 
 
 def test_the_late_result_of_a_pass_that_was_given_up_is_ignored(world: SchedulerWorld) -> None:

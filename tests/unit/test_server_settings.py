@@ -104,6 +104,25 @@ def test_tables_and_lists_in_variables() -> None:
         ({"GRPC_LISTEN": "50051"}, "HOST:PORT"),
         ({"METRICS_LISTEN": "localhost"}, "metrics_listen"),
         ({"ENGINE": "torch"}, "model is required"),
+        ({"ENGINE": "sglang"}, "model is required"),
+        ({"QUANTIZATION": "fp8"}, "quantization is for engine sglang and vllm, not "),
+        (
+            {"TENSOR_PARALLEL": "2"},
+            "tensor_parallel is for engine sglang and vllm, not ",
+        ),
+        (
+            {"MEMORY_FRACTION": "0.5"},
+            "memory_fraction is for engine sglang and vllm, not ",
+        ),
+        (
+            {"ATTENTION_BACKEND": "triton"},
+            "attention_backend is for engine sglang and vllm, not ",
+        ),
+        (
+            {"ENGINE": "sglang", "MODEL": "m", "QUANTIZATION": "fp8"},
+            "quantization needs golden_cosine_min",
+        ),
+        ({"ENGINE": "sglang", "MODEL": "m", "MEMORY_FRACTION": "1"}, "memory_fraction"),
         (
             {"BATCH_TOKENS_TARGET": "600", "BATCH_TOKENS_MAX": "599"},
             "batch_tokens_max must be at least batch_tokens_target",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,22 @@ def test_what_the_hub_says_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     fetching(monkeypatch, fetch)
     with pytest.raises(HubError, match=r"org/name: .*no network$"):
         model_folder(settings(model="org/name"))
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("found", [None, "0.0.1"])
+def test_an_engine_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, engine: str
+) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(EngineUnavailableError, match=rf"token-batching\[{engine}\]") as raised:
+        create_engine(settings(engine=engine, model="m"), Path("m"))
+    assert (found or "not installed") in str(raised.value)
 
 
 def test_the_simulated_engine_needs_no_model() -> None:

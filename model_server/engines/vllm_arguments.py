@@ -1,0 +1,77 @@
+"""Our limits as vLLM's arguments: pure, so that every choice is tested without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+GPU_MEMORY_FRACTION: Final = 0.8
+"""For weights and cache; the rest is a pass's."""
+CPU_MEMORY_FRACTION: Final = 0.25
+"""It must be free at the start, and other processes need the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """What the runner is told, as JSON values."""
+
+    model: str
+    """The model's root folder."""
+    transformer: str
+    """The folder of its weights."""
+    pooling: str | None
+    dtype: str
+    quantization: str | None
+    tensor_parallel: int
+    memory_fraction: float | None
+    attention_backend: str | None
+    dimensions: int
+    """Of the model's whole vectors."""
+    input_tokens_max: int
+    pass_tokens_max: int
+    inputs_max: int
+    log_level: str
+    config_overrides: Mapping[str, Any]
+    """Of `config.json`: what vLLM reads there and transformers no longer writes."""
+
+
+def engine_arguments(options: RunnerOptions, folder: str, *, on_gpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs`; `folder` holds weights and configuration."""
+    fraction = GPU_MEMORY_FRACTION if on_gpu else CPU_MEMORY_FRACTION
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "runner": "pooling",
+        "convert": "embed",
+        "skip_tokenizer_init": True,
+        "dtype": options.dtype,
+        "tensor_parallel_size": options.tensor_parallel,
+        "gpu_memory_utilization": options.memory_fraction or fraction,
+        "max_model_len": options.input_tokens_max,
+        # One list is one pass.
+        "max_num_batched_tokens": options.pass_tokens_max,
+        "max_num_seqs": options.inputs_max,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        # Graphs of prefills pad them.
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "hf_overrides": dict(options.config_overrides),
+    }
+    optional: Mapping[str, Any] = {
+        "quantization": options.quantization,
+        "attention_backend": options.attention_backend,
+    }
+    return arguments | {name: value for name, value in optional.items() if value is not None}
+
+
+def room_tokens(options: RunnerOptions, blocks: int | None, block_tokens: int | None) -> int:
+    """The most tokens that surely run in one pass, whatever their inputs.
+
+    Each input takes whole blocks of the cache. An encoder has no cache.
+    """
+    if not blocks or not block_tokens:
+        return options.pass_tokens_max
+    cached = blocks * block_tokens - options.inputs_max * (block_tokens - 1)
+    return min(options.pass_tokens_max, cached)
