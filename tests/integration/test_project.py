@@ -187,7 +187,7 @@ def test_no_registry_is_named(path: Path) -> None:
     ("folder", "extras"),
     [
         ("aggregator", ("aggregator",)),
-        ("model_server", ("torch", "sglang", "plots")),
+        ("model_server", ("torch", "sglang", "vllm", "plots")),
         ("protos", ()),
     ],
 )
