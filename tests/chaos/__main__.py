@@ -45,6 +45,7 @@ def run(options: list[FleetOptions], seed: int, rounds: int, mayhem_s: float) ->
                 mayhem.run()
                 faults = mayhem.faults
         except AssertionError as error:
+            arena.autopsy()
             violations.append(str(error))
         violations += arena.judge()
         counts = arena.counts()

@@ -59,6 +59,8 @@ BROKER = (
     ("broker.session.timeout.ms", "2000"),
     ("broker.heartbeat.interval.ms", "300"),
 )
+FENCED = ("fenced", "transaction")
+"""What a process says that may not go on with its transactions."""
 STARTED_AT = time.monotonic()
 
 
@@ -87,7 +89,7 @@ class FleetOptions:
 
     @property
     def may_end(self) -> bool:
-        """Whether a member may end by itself: fenced, it must."""
+        """Whether a member may end by itself, once fenced."""
         return self.delivery == "exactly_once"
 
 
@@ -136,6 +138,18 @@ class Member:
                 case "partitions revoked" | "partitions lost":
                     owned -= set(line["partitions"])
         return owned
+
+    @property
+    def last_words(self) -> str:
+        """Its status and why it stopped."""
+        status = None if self.process is None else self.process.process.returncode
+        reasons = [line.get("reason") for line in self.lines if line.get("event") == "stopped"]
+        return f"status {status}, {reasons[-1] if reasons else 'without a word'}"
+
+    @property
+    def was_fenced(self) -> bool:
+        """Whether it ended because the brokers had given its transaction up, as it must."""
+        return any(word in self.last_words for word in FENCED)
 
     @property
     def found_no_broker(self) -> bool:
@@ -309,9 +323,9 @@ class Fleet:
                 continue
             if not member.found_no_broker:
                 self.ended_by_themselves += 1
-                why = f"{member.name} ended by itself with status {process.process.returncode}"
+                why = f"{member.name} ended by itself: {member.last_words}"
                 say(self.name, why)
-                if not self.options.may_end:
+                if not (self.options.may_end and member.was_fenced):
                     self.violate(why, member)
                 self.note_death()
             member.end()
@@ -520,6 +534,14 @@ class Arena:
                     server.start()
         finally:
             self._lock.release()
+
+    def autopsy(self) -> None:
+        """Print where the threads of every aggregator are, and the ends of their logs; end them."""
+        for fleet in self.fleets:
+            for member in fleet.members:
+                say(member.name, f"owns {sorted(member.owned())}")
+                for line in [] if member.process is None else member.process.autopsy():
+                    print("   ", line.get("text") or line, flush=True)
 
     def pids(self) -> dict[str, int]:
         """Every process by name; 0: it is not running."""

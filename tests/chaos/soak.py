@@ -52,6 +52,7 @@ def soak(arena: Arena, random: Random, minutes: float) -> tuple[list[str], Count
                     f"{period.deaths} deaths",
                 )
         except AssertionError as error:
+            arena.autopsy()
             return [str(error), *arena.judge()], faults + Counter(mayhem.faults)
         faults.update(mayhem.faults)
     return arena.judge(), faults

@@ -129,6 +129,15 @@ class CommandProcess:
         """SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
+    def autopsy(self) -> list[Line]:
+        """End it, thawed, by SIGABRT; return the end of its log, with where its threads were."""
+        if self.running:
+            self.thaw()
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait()
+        self._reader.join(WAIT_S)
+        return self.lines[-120:]
+
     def kill(self) -> None:
         """SIGKILL, if it still runs."""
         self.process.kill()
