@@ -19,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -45,6 +45,10 @@ IDLE_S = 0.5
 INIT_TIMEOUT_S = 30.0
 ROUND_S = 0.05
 """A pause between two tries of what the client calls retriable."""
+HANG_LOOKS = 500
+"""The client's `send_offsets_to_transaction` has been seen not to return at all, whatever its
+timeout, after a broker was killed under it; the consumer's thread is then lost, and with it the
+process. Looks are counted, not time: a process that was frozen must not take that for a hang."""
 
 _PURGED = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
 """Records that went with their transaction, through no fault of their own."""
@@ -98,6 +102,7 @@ class OffsetsRequest:
         self._producer = producer
         self._lock = threading.Lock()
         self._given_up = False
+        self._sending = False
 
     def carry_out(self, group_metadata: object) -> None:
         """Send them; on the consumer's thread, with its metadata of this moment."""
@@ -105,21 +110,37 @@ class OffsetsRequest:
         with self._lock:
             if self._given_up:
                 return
+            self._sending = True
             try:
                 self._producer.send_offsets_to_transaction(partitions, group_metadata, SLICE_S)
             except KafkaException as error:
                 self.error = error.args[0]
+            self._sending = False
         self.ended.set()
+
+    def wait(self, look: Callable[[], None], *, look_s: float = LOOK_S) -> bool:
+        """Wait for its end, with a `look` every `look_s`; returns False when the client hangs."""
+        looks = 0
+        while not self.ended.wait(look_s):
+            looks = looks + 1 if self._sending else 0
+            if looks == HANG_LOOKS:
+                return False
+            look()
+        return True
 
     def refuse(self, reason: str) -> None:
         """Say that they may not be sent."""
         self.refusal = reason
         self.ended.set()
 
-    def give_up(self) -> None:
-        """Return once it is certain that nothing is being sent, nor will be."""
-        with self._lock:
-            self._given_up = True
+    def give_up(self, *, look_s: float = LOOK_S) -> bool:
+        """Return once nothing is being sent, nor will be; False when the client hangs."""
+        for _ in range(HANG_LOOKS):
+            if self._lock.acquire(timeout=look_s):
+                self._given_up = True
+                self._lock.release()
+                return True
+        return False
 
 
 @dataclass(slots=True)
@@ -344,10 +365,14 @@ class KafkaTransactions(Generic[Token]):
 
     def _await_offsets(self, commit_id: int, request: OffsetsRequest) -> None:
         """Return when the offsets are in the transaction."""
+
+        def look() -> None:
+            self._producer.poll(0)
+            self._look(commit_id)
+
         while True:
-            while not request.ended.wait(LOOK_S):
-                self._producer.poll(0)
-                self._look(commit_id)
+            if not request.wait(look):
+                raise self._hung()
             if request.refusal is not None:
                 raise _AbortedError(request.refusal)
             if request.error is None:
@@ -381,7 +406,8 @@ class KafkaTransactions(Generic[Token]):
 
     def _abort(self, request: OffsetsRequest) -> None:
         """Abort, however long it takes."""
-        request.give_up()
+        if not request.give_up():
+            raise self._hung()
         while True:
             try:
                 self._producer.abort_transaction(SLICE_S)
@@ -402,11 +428,18 @@ class KafkaTransactions(Generic[Token]):
         self._fail(reason)
         return _FatalError()
 
+    def _hung(self) -> _FatalError:
+        """Tell that the consumer's thread is stuck in the client."""
+        self._tell_fatal("the client did not return from sending a transaction's offsets")
+        return _FatalError()
+
+    def _tell_fatal(self, message: str) -> None:
+        if not self._fatal_told:
+            self._fatal_told = True
+            self._listener.on_fault(message, fatal=True)
+
     def _fail(self, reason: KafkaError) -> None:
         """Tell once that nothing more will be committed, and why."""
-        if self._fatal_told:
-            return
-        self._fatal_told = True
         options = self._options
         if reason.code() in _FENCED:
             message = (
@@ -416,7 +449,7 @@ class KafkaTransactions(Generic[Token]):
             )
         else:
             message = f"the transactional producer failed for good: {reason.str()}"
-        self._listener.on_fault(message, fatal=True)
+        self._tell_fatal(message)
 
     def _report_failed(self) -> None:
         failed, self._failed = self._failed, []
