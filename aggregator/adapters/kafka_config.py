@@ -243,6 +243,9 @@ def transactional_config(
     """
     within = replace(options, message_timeout_ms=timeout_ms)
     return {
+        # A transaction that begins right after the last one is refused until the markers of that
+        # are written: with the default of 100, 65 results took 104 ms each time, with 5, 9 ms.
+        "retry.backoff.ms": 5,
         **producer_config(
             within, message_bytes_max=message_bytes_max, batch_bytes_max=batch_bytes_max
         ),

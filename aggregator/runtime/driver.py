@@ -263,8 +263,8 @@ class Driver:
     def _commit(self, effect: fx.Commit, _now_ns: int) -> None:
         self._ports.source.commit(effect)
 
-    def _commit_transaction(self, effect: fx.CommitTransaction, _now_ns: int) -> None:
-        self.feed(self._writer().begin(effect))
+    def _commit_transaction(self, effect: fx.CommitTransaction, now_ns: int) -> None:
+        self.feed(self._writer().begin(effect, now_ns))
 
     def _abort_transaction(self, effect: fx.AbortTransaction, _now_ns: int) -> None:
         self._writer().abort(effect)
@@ -341,9 +341,11 @@ class Driver:
         else:
             self._metrics.add(m.COMMITS, 1, "done")
 
-    def _note_transaction(self, write: fx.Write | None, now_ns: int) -> None:
-        if write is None:
+    def _note_transaction(self, ended: tuple[fx.Write, int] | None, now_ns: int) -> None:
+        if ended is None:
             return
+        write, began_ns = ended
+        self._metrics.observe(m.TRANSACTION_SECONDS, [(now_ns - began_ns) * 1e-9])
         for rows in write.vectors:
             self._claims.vectors(rows)
         results = [query for rows in write.vectors for query in rows.queries]

@@ -78,8 +78,9 @@ class TransactionWriter:
         self._encoder = encoder
         self._log = log
         self._under_way: fx.CommitTransaction | None = None
+        self._began_ns = 0
 
-    def begin(self, effect: fx.CommitTransaction) -> list[ev.Event]:
+    def begin(self, effect: fx.CommitTransaction, now_ns: int) -> list[ev.Event]:
         """Hand it on, or return the events that say why not."""
         misfits = _Misfits()
         results: list[Outgoing] = []
@@ -93,6 +94,7 @@ class TransactionWriter:
         if misfits.by_message:
             return misfits.events(effect.commit_id)
         self._under_way = effect
+        self._began_ns = now_ns
         self._port.commit(effect.commit_id, results, letters, effect.offsets)
         return []
 
@@ -100,13 +102,13 @@ class TransactionWriter:
         """Ask for its end."""
         self._port.abort(effect.commit_id)
 
-    def ended(self, event: ev.CommitDone | ev.CommitFailed) -> fx.Write | None:
-        """Return what is durable by it, if anything."""
+    def ended(self, event: ev.CommitDone | ev.CommitFailed) -> tuple[fx.Write, int] | None:
+        """Return what is durable by it, if anything, and when it began."""
         effect = self._under_way
         if effect is None or effect.commit_id != event.commit_id:
             return None
         self._under_way = None
-        return effect.write if isinstance(event, ev.CommitDone) else None
+        return (effect.write, self._began_ns) if isinstance(event, ev.CommitDone) else None
 
     def _vectors(self, rows: fx.VectorRows, results: list[Outgoing], misfits: _Misfits) -> None:
         encode, misfit_of = self._encoder.encode_vector, self._port.result_misfit

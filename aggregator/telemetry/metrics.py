@@ -250,6 +250,11 @@ COMMITS = _counter(
     "Offset commits: failed ones mean duplicates after a restart.",
     "outcome",
 )
+TRANSACTION_SECONDS = _histogram(
+    "aggregator_transaction_seconds",
+    SECONDS,
+    "From the start of a transaction to its commit: with exactly_once, what delivery adds.",
+)
 REBALANCES = _counter(
     "aggregator_rebalances_total",
     "Assignments that came, were revoked or were lost: lost means that we were too slow.",

@@ -37,6 +37,8 @@ SETTLE_S = 3.0
 """Of load before the kill."""
 GIVE_UP_S = 90.0
 OPEN_TRIES = 50
+LOOK_S = 0.7
+"""Between two looks at a stopped victim: the other commits many times meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,26 +199,28 @@ class Stage:
         for _ in range(OPEN_TRIES):
             stopped_s = time.monotonic()
             child.process.send_signal(signal.SIGSTOP)
-            time.sleep(0.3)  # the other's transactions of then have ended
-            if self._held_back(f"results-{name}"):
+            if self._stuck(f"results-{name}"):
                 child.process.kill()
                 return stopped_s
             child.process.send_signal(signal.SIGCONT)
             time.sleep(0.05)
         raise BenchError("no transaction was open at any try")
 
-    def _held_back(self, topic: str) -> bool:
-        """Whether results of some partition are held back, at two looks."""
-        return all(self._behind(topic) for _ in range(2))
+    def _stuck(self, topic: str) -> bool:
+        """Whether somewhere nothing more can be seen, though there is more and the other works."""
+        seen, written = self._ends(topic, "read_committed"), self._ends(topic, "read_uncommitted")
+        time.sleep(LOOK_S)
+        later = self._ends(topic, "read_committed")
+        places = zip(seen, written, later, strict=True)
+        return any(before == after < end for before, end, after in places)
 
-    def _behind(self, topic: str) -> bool:
-        ends = []
-        for isolation in ("read_committed", "read_uncommitted"):
-            consumer = reader(self._bootstrap, isolation)
-            places = [TopicPartition(topic, number) for number in range(PARTITIONS)]
-            ends.append([consumer.get_watermark_offsets(place, 10)[1] for place in places])
-            consumer.close()
-        return any(seen < end for seen, end in zip(*ends, strict=True))
+    def _ends(self, topic: str, isolation: str) -> list[int]:
+        """The end of each partition as far as a reader can see."""
+        consumer = reader(self._bootstrap, isolation)
+        places = [TopicPartition(topic, number) for number in range(PARTITIONS)]
+        ends = [consumer.get_watermark_offsets(place, 10)[1] for place in places]
+        consumer.close()
+        return ends
 
     def _wait_until_moving(self, results: Reader, killed_s: float) -> None:
         """Every results partition has moved since the kill."""

@@ -314,6 +314,33 @@ def test_a_killed_broker_costs_a_restart_at_most(
                 pass
 
 
+def test_an_abort_that_does_not_end_ends_the_process_inside_the_callback(
+    kafka: KafkaNode,
+) -> None:
+    """It doesn't leave the group; the broker is frozen from the revoke on."""
+    del kafka  # only for its check that Kafka can run here
+    port = free_port()
+    slow = simulated_server(port, MODEL_SERVER_SIMULATED__FIXED_MS="200")
+    with KafkaNode(NodeOptions()) as node, slow:
+        stack = made(node.bootstrap_servers, port, "consumer")
+        stack.extra["AGGREGATOR_TRANSACTION_TIMEOUT_MS"] = "1000"
+        stack.extra["AGGREGATOR_REVOKE_DEADLINE_MS"] = "2000"
+        ledger = stack.ledger()
+        stack.send(ledger, 4_000)
+        with stack.aggregator() as first:
+            first.wait_for(works)
+            with stack.aggregator(AGGREGATOR_INSTANCE_NAME="two") as second:
+                first.wait_for(lambda line: line.get("event") == "partitions revoked")
+                node.suspend()
+                assert first.wait() == 1
+                node.unfreeze()
+                [error] = [line["text"] for line in first.lines if "text" in line]
+                assert error == "Error: the open transaction was not aborted within 1 s"
+                judge(stack, ledger)
+                assert second.terminate() == 0, second.lines[-5:]
+        ledger.close()
+
+
 def restarted(process: CommandProcess, stack: ExactStack) -> CommandProcess:
     """What a supervisor does."""
     with process:

@@ -131,6 +131,7 @@ def test_a_transaction_and_its_records_time_out_together() -> None:
     for key in ("acks", "enable.idempotence", "partitioner", "linger.ms"):
         assert config[key] == plain[key]
     assert config["batch.size"] == 900_000
+    assert config["retry.backoff.ms"] == 5
 
 
 def test_alone_means_one_record_a_batch() -> None:

@@ -80,6 +80,7 @@ async def test_results_go_out_in_transactions_and_count_when_they_are_committed(
     assert stand.metrics.count(m.LATENCY_SECONDS) == 3
     assert stand.metrics.count(m.QUEUE_SECONDS, MODEL) == 3
     assert stand.metrics.value(m.COMMITS, "done") == 1
+    assert stand.metrics.count(m.TRANSACTION_SECONDS) == 1
     assert (stand.source.commits, stand.sink.results) == ([], [])
 
 
