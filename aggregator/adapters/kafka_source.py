@@ -52,6 +52,14 @@ POLL_MS = 20
 LAG_EVERY_S = 1.0
 """How old `KafkaSource.lag` may be while polls go on."""
 _COMMITTED_TIMEOUT_S = 5.0
+"""For where the group stopped, once records of there have come."""
+_COMMITTED_SOON_S = 0.5
+_COMMITTED_LOOK_S = 0.1
+_COMMITTED_EVERY_S = 1.0
+"""Before that it is asked for right after the assignment, then every so often. While an open
+transaction of somebody else holds these offsets, nobody is told: waiting for that kept a member
+from sending the offsets of its own transaction, until that was aborted and the member fenced.
+"""
 
 _HOPELESS = frozenset(
     {
@@ -176,6 +184,10 @@ class KafkaSource:
         self._epochs: dict[TopicPartition, int] = {}
         self._partitions: list[KafkaPartition] = []
         self._positions: dict[TopicPartition, int] = {}
+        self._unknown: set[TopicPartition] = set()
+        """Partitions of which it is not yet known where the group stopped."""
+        self._ask_again_s = 0.0
+        self._ask_error = ""
         self._lag_due_s = 0.0
         self._revoke_id = 0
         self._released = False
@@ -313,6 +325,8 @@ class KafkaSource:
             # What still comes is not admitted: no position covers it, and the next owner reads it.
             self._pause_if_due()
             return
+        if self._unknown and time.monotonic() >= self._ask_again_s:
+            self._ask_committed(_COMMITTED_LOOK_S)
         positions = self._moved_positions(messages)
         self._note_lag()
         if messages or positions:
@@ -339,10 +353,15 @@ class KafkaSource:
     def _moved_positions(self, messages: Sequence[RawRecord]) -> list[Position]:
         moved = []
         for partition in self._consumer.position(self._partitions) if self._partitions else ():
-            tp = (partition.topic, partition.partition)
-            expected = self._positions.get(tp, -1)
             # Logical offsets are negative: nothing has been read yet.
-            if partition.offset < 0 or partition.offset == expected:
+            if partition.offset < 0:
+                continue
+            tp = (partition.topic, partition.partition)
+            if tp in self._unknown:
+                self._ask_committed(_COMMITTED_TIMEOUT_S)
+                self._give_up_unknown()
+            expected = self._positions.get(tp, -1)
+            if partition.offset == expected:
                 continue
             if expected >= 0:
                 self._check_retention(tp, expected, messages)
@@ -389,19 +408,29 @@ class KafkaSource:
         tps = _tuples(partitions)
         self._epoch += 1
         self._set_epochs({**self._epochs, **dict.fromkeys(tps, self._epoch)})
-        self._positions.update(self._committed(partitions))
+        self._unknown.update(tps)
+        self._ask_committed(_COMMITTED_SOON_S)
         self._pause_due = True
         self._listener.on_event(PartitionsAssigned(epoch=self._epoch, partitions=tps))
 
-    def _committed(self, partitions: list[KafkaPartition]) -> dict[TopicPartition, int]:
-        """Return where this group stopped, to notice what was deleted since."""
+    def _ask_committed(self, timeout_s: float) -> None:
+        """Learn where this group stopped, to notice what was deleted since, and for the lag."""
+        self._ask_again_s = time.monotonic() + _COMMITTED_EVERY_S
+        asked = [KafkaPartition(*tp) for tp in self._unknown]
         try:
-            committed = self._consumer.committed(partitions, timeout=_COMMITTED_TIMEOUT_S)
+            committed = self._consumer.committed(asked, timeout=timeout_s)
         except KafkaException as error:
-            message = f"committed offsets are unknown, deleted records may go unnoticed: {error}"
-            self._listener.on_fault(message, fatal=False)
-            return {}
-        return {(p.topic, p.partition): p.offset for p in committed if p.offset >= 0}
+            self._ask_error = str(error)
+            return
+        self._positions |= {(p.topic, p.partition): p.offset for p in committed if p.offset >= 0}
+        self._unknown.clear()
+
+    def _give_up_unknown(self) -> None:
+        """Records have come of what is still unknown: from now on it doesn't matter."""
+        if self._unknown:
+            self._unknown.clear()
+            message = "committed offsets are unknown, deleted records may go unnoticed: "
+            self._listener.on_fault(message + self._ask_error, fatal=False)
 
     def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
         tps = [tp for tp in _tuples(partitions) if tp in self._epochs]
@@ -445,6 +474,7 @@ class KafkaSource:
             for tp, position in self._positions.items()
             if epochs.get(tp) == self._epochs.get(tp)
         }
+        self._unknown &= epochs.keys()
         self._epochs = epochs
         self._partitions = [KafkaPartition(*tp) for tp in epochs]
 

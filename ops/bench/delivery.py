@@ -3,9 +3,9 @@
 Rounds in pairs, the order turned each time: a paced phase of the same arrivals for each mode
 (latency from the intended send time to the result's arrival at a reader of committed results), then
 a backlog that was on the topic before the aggregator started (queries per second and CPU of the
-aggregator, the first tenth apart). The model server's engine is simulated
-and answers at once, so that the delivery is what is measured. The run fails unless every query has
-one result.
+aggregator, from the moment that it has joined its group to the last result that a reader sees). The
+model server's engine is simulated and answers at once, so that the delivery is what is measured.
+The run fails unless every query has one result.
 
     make bench-delivery [QUERIES=FILE] [ARRIVALS=FILE]
 """
@@ -46,8 +46,6 @@ from protos.embedding.v1 import query_pb2
 MODES = ("at_least_once", "exactly_once")
 QUANTILES = (50, 99)
 BACKLOG_TIMEOUT_S = 120.0
-WARM_UP_SHARE = 0.1
-"""Of a backlog, not counted."""
 
 
 @dataclass
@@ -112,29 +110,24 @@ class Rounds:
         produce(self._bootstrap, f"queries-{name}", self._backlog)
         receiver = Receiver(self._bootstrap, f"results-{name}", count)
         receiver.start()
-        child, _ = aggregator(self._bootstrap, self._grpc, self._settings(mode, name))
+        child, url = aggregator(self._bootstrap, self._grpc, self._settings(mode, name))
         with child:
-            started_cpu_s, seen = None, 0
-            deadline = time.monotonic() + BACKLOG_TIMEOUT_S
-            while not receiver.done.wait(0.01):
-                if started_cpu_s is None and len(receiver.arrived) > WARM_UP_SHARE * count:
-                    started_cpu_s, seen = child.cpu_s(), len(receiver.arrived)
-                if time.monotonic() > deadline:
-                    receiver.done.set()
-            cpu_s = child.cpu_s()
+            child.wait_ready(f"{url}/readyz")  # it has joined: the first records are on their way
+            began_s, began_cpu_s = time.perf_counter(), child.cpu_s()
+            receiver.done.wait(BACKLOG_TIMEOUT_S)
+            cpu_s = child.cpu_s() - began_cpu_s
+            receiver.done.set()
             child.check()
         receiver.join()
         arrived = receiver.arrived
-        if len(arrived) != count or receiver.doubled or started_cpu_s is None:
+        if len(arrived) != count or receiver.doubled:
             raise BenchError(
                 f"{mode}: {count} queries, but {len(arrived)} with a result, "
                 f"{receiver.doubled} with more than one"
             )
-        times = sorted(arrived.values())
-        first = int(WARM_UP_SHARE * count)
         figures = self.figures[mode]
-        figures.queries_per_s.append((count - 1 - first) / (times[-1] - times[first]))
-        figures.cpu_us_per_query.append(1e6 * (cpu_s - started_cpu_s) / (count - seen))
+        figures.queries_per_s.append(count / (max(arrived.values()) - began_s))
+        figures.cpu_us_per_query.append(1e6 * cpu_s / count)
 
 
 def phase_name(mode: str, number: int, phase: str) -> str:
