@@ -109,7 +109,7 @@ FROM_ARRIVALS = $(if $(ARRIVALS),--arrivals $(ARRIVALS))
 
 RECORDS ?= 2000000
 
-.PHONY: bench-hotpath bench-latency bench-claims bench-backlog bench-delivery bench-stall verify
+.PHONY: bench-hotpath bench-latency bench-claims bench-engines bench-backlog bench-delivery bench-stall verify
 bench-hotpath: $(RUN) ## CPU per query and queries per second of one aggregator (JSON=1: JSON arrays)
 	@$(BIN)/python -m ops.bench.hotpath $(FROM_QUERIES) $(if $(filter 1,$(JSON)),--json-arrays) $(ARGS)
 
@@ -118,6 +118,9 @@ bench-latency: $(RUN) ## What the aggregator adds to latency at 100 queries per 
 
 bench-claims: $(RUN) ## How full claims and passes are against the target
 	@$(BIN)/python -m ops.bench.claims $(FROM_QUERIES) $(ARGS)
+
+bench-engines: $(RUN) ## torch, SGLang, vLLM, padded, one by one: one, 64 and 512 queries in one run
+	@$(BIN)/python -m ops.bench.engines $(FROM_QUERIES) $(ARGS)
 
 bench-backlog: $(RUN) ## Peak memory of one aggregator on a backlog of RECORDS=2000000; counts the results
 	@$(BIN)/python -m ops.bench.backlog --records $(RECORDS) $(ARGS)

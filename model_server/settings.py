@@ -36,9 +36,15 @@ from model_server.core.saturation import TargetSource
 PREFIX = "MODEL_SERVER_"
 MEBIBYTE = 1024 * 1024
 MESSAGE_BYTES_MAX = 64 * MEBIBYTE
-DEFAULT_TARGETS = {"torch": 256, "sglang": 256, "vllm": 256, "simulated": 600}
+DEFAULT_TARGETS = {
+    "torch": 256,
+    "sglang": 256,
+    "vllm": 256,
+    "padded-baseline": 256,
+    "simulated": 600,
+}
 """Where neither a setting nor a profile of the machine says better; for a real engine, of a CPU."""
-DEFAULT_PROFILE_MS_MAX = {"torch": 2_500, "sglang": 2_500, "vllm": 2_500, "simulated": 0}
+DEFAULT_PROFILE_MS_MAX = {**dict.fromkeys(DEFAULT_TARGETS, 2_500), "simulated": 0}
 """The simulated engine's latency is declared: there is nothing to find out."""
 SEPARATE_ENGINES = ("sglang", "vllm")
 """Those with processes of their own."""
@@ -126,7 +132,8 @@ class ModelServerSettings(BaseSettings):
     )
 
     # The model.
-    engine: Literal["torch", "sglang", "vllm", "simulated"] = "torch"
+    engine: Literal["torch", "sglang", "vllm", "padded-baseline", "simulated"] = "torch"
+    """`padded-baseline` is the old way, for comparison only."""
     model: str | None = Field(default=None, min_length=1)
     """A folder, or the id of a model on the hub; required but for the simulated engine."""
     model_revision: str | None = Field(default=None, min_length=1)

@@ -45,25 +45,26 @@ def create_engine(
     # triples the CPU time of a pass and makes it several times as long. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        from model_server.engines.torch_engine import (  # noqa: PLC0415 - an extra
-            TorchEngine,
-            TorchOptions,
+        from model_server.engines.padded_engine import (  # noqa: PLC0415 - an extra
+            ENGINE_NAME,
+            load_padded,
         )
+        from model_server.engines.torch_engine import TorchEngine, TorchOptions  # noqa: PLC0415
     except ImportError as error:
         raise EngineUnavailableError(
-            f"engine torch needs the extra 'torch' (pip install 'token-batching[torch]'): {error}"
+            f"engine {settings.engine} needs the extra 'torch' "
+            f"(pip install 'token-batching[torch]'): {error}"
         ) from error
-    return TorchEngine.load(
-        TorchOptions(
-            model_path=model_folder,
-            device=settings.device,
-            dtype=settings.dtype,
-            threads=settings.threads,
-            pooling=settings.pooling,
-            input_tokens_max=settings.input_tokens_max,
-            cache_dir=cache_dir,
-        )
+    options = TorchOptions(
+        model_path=model_folder,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        pooling=settings.pooling,
+        input_tokens_max=settings.input_tokens_max,
+        cache_dir=cache_dir,
     )
+    return load_padded(options) if settings.engine == ENGINE_NAME else TorchEngine.load(options)
 
 
 def _separate(engine: str, options: ChildOptions) -> Engine:

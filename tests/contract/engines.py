@@ -16,7 +16,7 @@ from model_server.engines.base import Engine
 from model_server.engines.child.options import ChildOptions
 from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
 
-DEVELOPMENT = ("simulated", "torch")
+DEVELOPMENT = ("simulated", "torch", "padded-baseline")
 """Engines whose packages the development environment has."""
 
 
@@ -45,6 +45,14 @@ def torch() -> Engine:
 
     options = TorchOptions(model_path=get_model_path(), device="cpu", threads=1)
     return TorchEngine.load(options)
+
+
+def padded() -> Engine:
+    """The same model the old way."""
+    from model_server.engines.padded_engine import load_padded
+    from model_server.engines.torch_engine import TorchOptions
+
+    return load_padded(TorchOptions(model_path=get_model_path(), device="cpu", threads=1))
 
 
 def minilm() -> Path:
@@ -136,6 +144,7 @@ VLLM_ROBERTA = Case("vllm-roberta", vllm(roberta), cheap=False)
 CASES: dict[str, list[Case]] = {
     "simulated": [Case("simulated", simulated)],
     "torch": [Case("torch", torch)],
+    "padded-baseline": [Case("padded-baseline", padded)],
     "sglang": [SGLANG_BERT, SGLANG_QWEN3, SGLANG_ROBERTA],
     "vllm": [VLLM_BERT, VLLM_QWEN3, VLLM_ROBERTA],
 }
