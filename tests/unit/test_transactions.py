@@ -464,6 +464,15 @@ class TestDrain:
         [halt] = of(failed(bench, transaction), fx.Halt)
         assert (halt.exit_code, halt.abandoned) == (0, 1)
 
+    def test_an_abort_that_does_not_end_is_not_waited_for(self, bench: Bench) -> None:
+        """No callback waits: the brokers abort it, and the next owner waits for that."""
+        refused(bench, bad(0))
+        bench.feed(ev.StopRequested())
+        bench.tick(20_000)
+        assert not of(bench.tick(999), fx.Halt)
+        [halt] = of(bench.tick(1), fx.Halt)
+        assert (halt.exit_code, halt.abandoned, halt.at_once) == (0, 1, False)
+
 
 @pytest.mark.parametrize("end", [done, failed])
 def test_an_answer_to_no_transaction_is_ignored(
