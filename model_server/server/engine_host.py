@@ -59,9 +59,8 @@ class EngineHost:
     def restart(self, delay_ns: int) -> None:
         """End the engine and start another one after a while; `started` or `failed` follows."""
         lost = self.current.engine if self.current is not None else None
-        self._lost = lost
-        if isinstance(lost, SeparateEngine):
-            lost.kill()
+        if lost is not None:
+            self._end(lost)
 
         def again() -> Started:
             if lost is not None:
@@ -77,8 +76,15 @@ class EngineHost:
         if self._timer is not None:
             self._timer.cancel()
         if self.current is not None:
+            self._end(self.current.engine)
             self._worker.submit(self.current.engine.close, lambda *_: None)
         return self._worker.close(timeout_s)
+
+    def _end(self, engine: Engine) -> None:
+        """Its death is no news any more, and nothing waits for a pass of it."""
+        self._lost = engine
+        if isinstance(engine, SeparateEngine):
+            engine.kill()
 
     def _started(self, result: Any, error: BaseException | None) -> None:
         if error is not None:

@@ -31,14 +31,17 @@ TEXTS = (
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One engine of each case for the whole module; `case`: those that are cheap to make."""
+    """One engine of each case for all tests; `case`: those that are cheap to make.
+
+    For the others `tests/contract/test_child_process.py` has what needs an engine of its own.
+    """
     found = cases(metafunc.config.getoption("engine"))
     if "engine" in metafunc.fixturenames:
         metafunc.parametrize(
             "engine", found, ids=[case.name for case in found], indirect=True, scope="module"
         )
     if "case" in metafunc.fixturenames:
-        cheap = [case for case in found if case.cheap]
+        cheap = [case for case in found if case.cheap] or cases(["simulated"])
         metafunc.parametrize("case", cheap, ids=[case.name for case in cheap])
 
 

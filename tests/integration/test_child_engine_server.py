@@ -19,7 +19,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from model_server.core.lifecycle import Phase
-from model_server.server.process import ModelServer
+from model_server.server.process import Ended, ModelServer
 from model_server.settings import load_settings
 from tests.harness.child_engines import FakeChildEngine, fake_engine, group_members
 from tests.harness.child_runner import Act
@@ -43,6 +43,7 @@ class Server:
         self.engines: list[FakeChildEngine] = []
         self.options: dict[str, Any] = {}
         self.log = io.StringIO()
+        self._ended: Ended | None = None
         logger = structlog.wrap_logger(
             structlog.WriteLogger(file=self.log),
             processors=[structlog.processors.JSONRenderer()],
@@ -69,6 +70,13 @@ class Server:
     async def until(self, phase: Phase) -> None:
         await eventually(lambda: self.phase is phase)
 
+    async def ended(self) -> Ended:
+        """Wait for its end; more than once is the same."""
+        if self._ended is None:
+            async with asyncio.timeout(WAIT_S):
+                self._ended = await self.model_server.ended()
+        return self._ended
+
     def lines(self, event: str) -> list[dict[str, Any]]:
         found = [json.loads(line) for line in self.log.getvalue().splitlines()]
         return [line for line in found if line["event"] == event]
@@ -88,8 +96,7 @@ async def serving(**settings: Any) -> AsyncIterator[Server]:
     finally:
         if not server.model_server.driver.halted.done():
             server.model_server.drain()
-        async with asyncio.timeout(WAIT_S):
-            await server.model_server.ended()
+        await server.ended()
         for engine in server.engines:
             engine.close()
         assert not [pid for engine in server.engines for pid in group_members(engine.pid)]
@@ -216,6 +223,20 @@ async def test_an_engine_that_does_not_come_back_ends_the_server() -> None:
             message = await server.model_server.driver.halted
         assert message is not None
         assert "too little of it" in message
+
+
+async def test_a_drain_that_runs_out_of_time_does_not_wait_for_a_pass_that_hangs() -> None:
+    async with serving(drain_deadline_ms=100) as server:
+        async with stream_of(server) as stream:
+            hanging = await stream.send(f"{int(Act.HANG)}")
+            await stream.until_running(hanging)
+            server.model_server.drain()
+            (error,) = (await stream.answers(hanging))[hanging][-1].errors
+            assert reasons(error.status)[0] == "NOT_STARTED"
+        ended = await server.ended()
+        assert ended.message is None
+        assert not ended.hangs
+        assert not group_members(server.engines[0].pid)
 
 
 async def test_a_cancelled_request_does_not_run() -> None:
