@@ -64,6 +64,7 @@ from model_server.server.jobs import Ran, embed, tokenize
 from model_server.server.requests import Columns
 from model_server.server.sessions import Session
 from model_server.server.startup import Started
+from model_server.server.telling import Telling
 from model_server.server.workers import Worker
 from protos.embedding.v1 import embedding_service_pb2 as pb
 
@@ -104,6 +105,7 @@ class Driver:
         self._log = log
         self._metrics = metrics
         self._scheduler = Scheduler(options.scheduler)
+        self._telling = Telling(self._scheduler, log, metrics)
         self._engine = EngineHost(
             options.start,
             loop,
@@ -137,7 +139,7 @@ class Driver:
             CloseStreams: self._close_streams,
             CutStream: self._cut_stream,
             RestartEngine: self._restart_engine,
-            MaximumLowered: self._maximum_lowered,
+            MaximumLowered: self._telling.maximum_lowered,
             TargetMoved: self._target_moved,
             Halt: self._halt,
             WakeAt: self._wake_at,
@@ -222,7 +224,7 @@ class Driver:
                 killable=self._engine.separate is not None,
             )
         )
-        self._tell_limits()
+        self._telling.limits()
 
     def _restart_engine(self, effect: RestartEngine) -> None:
         self._metrics.engine_restarts.inc()
@@ -465,30 +467,8 @@ class Driver:
             self._metrics.queue_seconds.observe(queue_us / 1e6)
             if part.last:
                 del self._held[part.request]
-        self._tell_pass(effect, running, ran, inference_us)
-
-    def _tell_pass(self, effect: Answer, running: _Running, ran: Ran, inference_us: int) -> None:
-        """The canonical line of a pass, and its metrics."""
-        tokens = running.effect.tokens
-        fill = tokens / self._scheduler.limits.batch_tokens_target
-        self._metrics.observe_pass(running.inputs, tokens, fill, inference_us / 1e6)
-        self._metrics.engine_passes.inc(len(ran.passes or ()))
-        self._metrics.queued_tokens.set(self._scheduler.queued_tokens)
-        implied = self._scheduler.implied_target
-        if implied is not None:
-            self._metrics.implied_target.set(implied)
-        self._log.info(
-            "pass",
-            pass_id=effect.pass_id,
-            kind=str(running.effect.kind),
-            requests=len(running.effect.parts),
-            inputs=running.inputs,
-            tokens=tokens,
-            fill_ratio=round(fill, 3),
-            pass_ms=inference_us / 1_000,
-            queued_tokens=self._scheduler.queued_tokens,
-            streams=len(self._sessions),
-            **ran.counted(),
+        self._telling.pass_ran(
+            effect, running.effect, ran, inputs=running.inputs, streams=len(self._sessions)
         )
 
     # Other effects
@@ -529,25 +509,9 @@ class Driver:
         self._sessions[effect.stream].cut(effect.failure)
         self._forget_stream(effect.stream)
 
-    def _maximum_lowered(self, effect: MaximumLowered) -> None:
-        self._metrics.maximum_lowered.inc()
-        self._tell_limits()
-        self._log.warning("maximum lowered", batch_tokens_max=effect.batch_tokens_max)
-
     def _target_moved(self, effect: TargetMoved) -> None:
         self._target_has_moved = True
-        self._metrics.target_moves.inc()
-        self._tell_limits()
-        self._log.info(
-            "target moved",
-            batch_tokens_target=effect.batch_tokens_target,
-            implied_tokens=effect.implied_tokens,
-        )
-
-    def _tell_limits(self) -> None:
-        limits = self._scheduler.limits
-        self._metrics.batch_tokens_target.set(limits.batch_tokens_target)
-        self._metrics.batch_tokens_max.set(limits.batch_tokens_max)
+        self._telling.target_moved(effect)
 
 
 def _tokens_of(columns: Columns, part: Part) -> list[Tokens]:
