@@ -56,13 +56,18 @@ class Isolation:
         """Whether anything is left to run."""
         return self._suspect is not None or bool(self._halves)
 
-    def raised(self, parts: Sequence[Part], message: str) -> None:
-        """A pass of these parts raised."""
-        inputs = sum(len(part.indexes) for part in parts)
-        if inputs == 1:
+    def raised(self, parts: Sequence[Part], message: str, *, alone: bool) -> None:
+        """A pass raised; `parts` is what is left of it. `alone`: it had one input only.
+
+        One that is left of several has not raised alone: it may be the mate of one that expired or
+        was cancelled meanwhile.
+        """
+        if alone:
             self._suspect = Suspect(part=parts[0], message=message)
-            return
-        self.halve(parts)
+        elif sum(len(part.indexes) for part in parts) == 1:
+            self._halves.append(parts)
+        else:
+            self.halve(parts)
 
     def halve(self, parts: Sequence[Part]) -> None:
         """Run these in two halves; at least two inputs."""

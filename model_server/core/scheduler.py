@@ -390,7 +390,7 @@ class Scheduler:
         for part in expired:
             self._fail(part.request, part.indexes, EXPIRED, now_ns)
         if live:
-            self._passes.isolation.raised(live, event.message)
+            self._passes.isolation.raised(live, event.message, alone=inputs == 1)
 
     # The engine's life
 

@@ -145,10 +145,10 @@ def test_halves_are_by_inputs_and_keep_order() -> None:
 
 def test_the_half_cut_last_runs_next() -> None:
     isolation = Isolation()
-    isolation.raised([Part(request=1, indexes=[0, 1, 2, 3])], "x")
+    isolation.raised([Part(request=1, indexes=[0, 1, 2, 3])], "x", alone=False)
     first = isolation.next_half()
     assert first is not None
-    isolation.raised(first, "x")
+    isolation.raised(first, "x", alone=False)
     order = []
     while (half := isolation.next_half()) is not None:
         order.append([i for part in half for i in part.indexes])

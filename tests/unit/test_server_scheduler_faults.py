@@ -49,6 +49,26 @@ def test_one_bad_input_does_not_fail_its_mates(world: SchedulerWorld) -> None:
     assert world.idle()
 
 
+@pytest.mark.parametrize("leaves", ["expired", "cancelled"])
+def test_whoever_is_left_of_a_pass_that_raised_is_not_blamed(
+    world: SchedulerWorld, leaves: str
+) -> None:
+    world.send([1])
+    bad = world.send([10], timeouts_ms=[50])
+    mate = world.send([10])
+    world.done()
+    assert world.inputs() == [(bad, 0), (mate, 0)]
+    if leaves == "cancelled":
+        world.cancel(bad)
+    else:
+        world.now_ns += 60 * MS
+    world.raised("its mate's fault")
+    assert world.started().kind is ef.PassKind.ISOLATION
+    world.done()
+    assert world.outcome(mate) == ["vector"]
+    assert world.idle()
+
+
 def test_an_input_is_blamed_only_after_a_good_canary(world: SchedulerWorld) -> None:
     key = world.send([10])
     world.raised()
@@ -86,7 +106,9 @@ def test_a_cancelled_request_is_not_rerun(world: SchedulerWorld) -> None:
     world.close(2)
     world.raised()
     assert world.outcome(gone) == [None]
-    # A pass of one input left over is that input alone: a suspect already.
+    # What is left over has not raised alone yet.
+    assert world.started().kind is ef.PassKind.ISOLATION
+    world.raised()
     assert world.started().kind is ef.PassKind.CANARY
     world.done()
     assert world.outcome(stays) == ["ENGINE_FAILED_ALONE"]
