@@ -326,7 +326,9 @@ class Aggregator:
             stale = self._ledgers.get(tp)
             if stale is not None:  # its end was never told: nothing of it may be committed
                 self._give_up([stale])
-            self._ledgers[tp] = Ledger(tp, event.epoch)
+            ledger = self._ledgers[tp] = Ledger(tp, event.epoch)
+            # The drain does not wait for what comes after it began: it is not even begun here.
+            ledger.closed = self._draining
         self._windows_moved = True
         if event.partitions:
             # A pause meant for an earlier assignment may still be on its way to the consumer.

@@ -397,6 +397,21 @@ class TestDrain:
         [halt] = of(effects, fx.Halt)
         assert (halt.exit_code, halt.abandoned) == (0, 1)
 
+    def test_partitions_that_come_during_the_drain_are_left_alone(self, bench: Bench) -> None:
+        late = ("queries", 7)
+        [claim] = of(bench.poll(make_query(0)), fx.Dispatch)
+        bench.feed(ev.StopRequested())
+        bench.assign(late, epoch=2)
+        query = make_query(0, tp=late, epoch=2)
+        # On its way before the source heard that it should stop.
+        assert of(bench.poll(query), fx.Dispatch) == []
+        assert query.phase == ABANDONED
+        bench.answer(claim)
+        [commit] = of(bench.durable(claim.queries), fx.Commit)
+        assert [offset.tp for offset in commit.offsets] == [TP]
+        [halt] = of(bench.feed(ev.CommitDone(commit_id=commit.commit_id)), fx.Halt)
+        assert (halt.exit_code, halt.abandoned) == (0, 0)
+
     def test_a_revoke_during_the_drain_is_served(self, bench: Bench) -> None:
         query = make_query(0)
         [claim] = of(bench.poll(query), fx.Dispatch)
