@@ -26,7 +26,9 @@ from aggregator.wire.result import DTYPES, FLOAT16, FLOAT32, INT8, UBINARY, boun
 from protos.embedding.v1 import embedding_service_pb2 as pb
 
 DOMAIN = "embedding.v1"
-_BUSY_MS_MAX = 1e9
+_BUSY_MS_MAX = 60_000.0
+"""No longer is anybody believed to be busy: it is the longest that a pass may take (CONTRACTS), and
+whoever claims more, and then has nothing to say, would be left alone for as long as it claimed."""
 _RETRY_AFTER_MS_MAX = 2**53
 _FIELD_CHARACTERS_MAX = 64
 _BITS = 8
@@ -82,8 +84,8 @@ def build_request(
 def server_limits(state: pb.ServerState) -> ServerLimits:
     """Convert what a server says, whatever it says.
 
-    A `busy_ms` that is not finite or below 0 becomes 0, a target of 0 (a state left empty) 1: sizes
-    are reckoned in targets.
+    A `busy_ms` that is no number or below 0 becomes 0, one above `_BUSY_MS_MAX` that, a target of 0
+    (a state left empty) 1: sizes are reckoned in targets.
     """
     busy_ms = state.busy_ms
     return ServerLimits(
