@@ -352,7 +352,7 @@ class Server:
 
     def presumed_idle_at_ns(self) -> int:
         """When it has said nothing for so long, with nothing of ours there, that it is tried."""
-        if self.idle or self.claims or self.boundary_ns < NEVER_NS or self.limits is None:
+        if self.idle or self.claims or self.limits is None:
             return NEVER_NS
         return self.heard_ns + int(self.limits.busy_ms * _MS) + _PRESUME_IDLE_NS
 

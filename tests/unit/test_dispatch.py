@@ -13,6 +13,7 @@ from tests.unit.dispatch_bench import (
     DIED,
     NOT_STARTED,
     ODD,
+    TARGET,
     Bench,
     failure,
     make_limits,
@@ -202,6 +203,20 @@ def test_a_pinned_revision_holds_before_any_is_seen() -> None:
     bench.says("a", revision="one")
     assert bench.admit(make_query(0)) == []
     assert one(bench.says("b", revision="two")).server == "b"
+
+
+def test_nothing_waits_for_ever_for_a_server_that_has_no_more_to_say() -> None:
+    """Found by simulation: a tick that came too late for a boundary was the last one."""
+    bench = Bench()
+    bench.says("a", limits=make_limits(window=TARGET, busy_ms=20))
+    assert bench.admit(make_query(0)) == []
+    assert bench.tick(19) == []
+    for _ in range(10):
+        wake_ms = bench.wake_ms()
+        assert wake_ms is not None
+        if bench.tick(wake_ms):
+            return
+    raise AssertionError("never sent")
 
 
 def test_a_silent_stream_with_unanswered_claims_is_cut() -> None:
