@@ -152,6 +152,17 @@ chaos: $(DEV) ## Kill, freeze and restart everything on a real Kafka under load;
 soak: $(DEV) ## The same for MINUTES=10 at random, the load swinging three-fold; memory too
 	@$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) --delivery $(DELIVERY) $(ARGS)
 
+# make sim SEEDS=1000, or SEED=n for one with its trace on standard error.
+SEEDS ?= 300
+SEED ?=
+
+.PHONY: sim sim-bugs
+sim: $(DEV) ## Aggregators, Kafka and model servers in virtual time, with faults (SEEDS=1000, SEED=n)
+	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
+
+sim-bugs: $(DEV) ## Plant known bugs one by one; fail if the simulation misses one
+	@$(BIN)/python -m tests.sim.bugs $(ARGS)
+
 .PHONY: up down test-compose
 up: ## The whole stack in containers, in the background (Docker with compose)
 	docker compose up --build --detach --wait

@@ -1,0 +1,529 @@
+"""The dumb model: what must hold, whatever happens. One method for each thing that is seen.
+
+Numbers in violations are those of the guarantees in the design (0: the simulation itself found the
+core to spin, crash or stand still). It watches the broker, the writes and every step of every core,
+keeps its own books, and believes nothing that the core says of itself where it can count.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from aggregator.core import effects as fx
+from aggregator.core import events as ev
+from aggregator.core.query import ABANDONED, SETTLED, Query, TopicPartition
+from tests.sim.books import Epoch, Violation, Watch, read_result
+from tests.sim.broker import LETTERS, RESULTS, Broker
+from tests.sim.consumer import SimConsumer
+from tests.sim.kernel import MS, SECOND, Kernel, Owner
+from tests.sim.process import Process
+from tests.sim.producer import Sent
+from tests.sim.records import LETTER_REASONS, Landed, Record
+from tests.sim.texts import vector_of
+
+ACCOUNT_EVERY = 40
+"""Steps of a core between two reckonings of its bytes."""
+SPINS_MAX = 400
+"""Steps of one core within one millisecond."""
+
+
+class Checks:
+    """See the module's docstring."""
+
+    def __init__(
+        self, kernel: Kernel, broker: Broker, *, window_max: int, poll_max: int, buffer_max: int
+    ) -> None:
+        self.records: dict[TopicPartition, dict[int, Record]] = {tp: {} for tp in broker.tps}
+        self.clocks_jump = False
+        self.revision_pinned: str | None = None
+        self.duplicates = 0
+        self.resent = 0
+        self._kernel = kernel
+        self._broker = broker
+        self._window_max = window_max
+        self._poll_max = poll_max
+        self._buffer_max = buffer_max
+        self._watches: dict[str, Watch] = {}
+        self._offsets: dict[TopicPartition, list[int]] = {tp: [] for tp in broker.tps}
+        self._verified: dict[TopicPartition, int] = dict.fromkeys(broker.tps, 0)
+        self._before: dict[TopicPartition, Epoch] = {}
+        """The last epoch of each partition that ended."""
+        self._budget: dict[TopicPartition, int] = dict.fromkeys(broker.tps, 0)
+        self._doubled: dict[TopicPartition, int] = dict.fromkeys(broker.tps, 0)
+
+    def violated(self, guarantee: int, what: str) -> None:
+        raise Violation(guarantee, what)
+
+    def added(self, record: Record) -> None:
+        self.records[record.tp][record.offset] = record
+        self._offsets[record.tp].append(record.offset)
+
+    def deleted_below(self, tp: TopicPartition, offset: int) -> None:
+        for at in self._offsets[tp]:
+            if at >= offset:
+                break
+            self.records[tp][at].deleted = True
+
+    # What was done to queries (the servers tell) -------------------------------------------------
+
+    def hit(self, queries: Iterable[Query], what: str) -> None:
+        for query in queries:
+            self.records[query.tp][query.offset].hits[what] += 1
+
+    def alone_hit(self, query: Query) -> None:
+        self.records[query.tp][query.offset].alone_hits += 1
+
+    # The broker ----------------------------------------------------------------------------------
+
+    def committed(self, consumer: SimConsumer, tp: TopicPartition, offset: int) -> None:
+        """Guarantee 2: all below it is settled. 3 and 4: by its owner, and never backwards."""
+        owner = self._broker.group.owner.get(tp)
+        if owner is None or owner.consumer is not consumer:
+            self.violated(4, f"{consumer.owner.name} committed {tp} that it does not own")
+        verified = self._verified[tp]
+        if offset < verified:
+            self.violated(3, f"the commit of {tp} went back from {verified} to {offset}")
+        if offset > self._broker.logs[tp].end:
+            self.violated(2, f"{offset} of {tp} is committed, its end is before that")
+        offsets = self._offsets[tp]
+        for at in offsets[bisect_left(offsets, verified) : bisect_left(offsets, offset)]:
+            self._check_settled(self.records[tp][at])
+        self._verified[tp] = offset
+
+    def _check_settled(self, record: Record) -> None:
+        if record.deleted:
+            return
+        if not record.results:
+            self.violated(2, f"{record.name} is committed and has no result")
+        if not record.letters and all(r.reason in LETTER_REASONS for r in record.results):
+            self.violated(2, f"{record.name} is committed and its dead letter is missing")
+
+    def taken_over(self, consumer: SimConsumer, tp: TopicPartition, offset: int) -> None:
+        """Guarantee 3, as its next owner starts to read."""
+        offsets = self._offsets[tp]
+        before = self._before.get(tp)
+        again = 0
+        for at in offsets[bisect_left(offsets, offset) :]:
+            record = self.records[tp][at]
+            if not record.results:
+                continue
+            again += 1
+            if before is not None and before.clean:
+                for result in record.results:
+                    if (result.process, result.epoch) == (before.process, before.number):
+                        what = f"{record.name} is read again though {before.process} ended in time"
+                        self.violated(3, what)
+        if again > self._window_max + self._poll_max:
+            self.violated(3, f"{again} results of {tp} are above the committed offset")
+
+    # Writes --------------------------------------------------------------------------------------
+
+    def sent(self, owner: Owner, topic: str, token: Any, value: bytes | None) -> None:
+        """A record was handed to the client."""
+
+    def reported(self, sent: Sent, *, durable: bool) -> None:
+        """The client reports."""
+
+    def landed(self, sent: Sent) -> None:
+        """A record is on its topic for good."""
+        if sent.topic == LETTERS:
+            headers = dict(sent.headers)
+            partition = int(headers["__aggregator.errors.partition"] or b"")
+            offset = int(headers["__aggregator.errors.offset"] or b"")
+            tp = (str((headers["__aggregator.errors.topic"] or b"").decode()), partition)
+            self.records[tp][offset].letters += 1
+            return
+        query: Query = sent.token
+        tp, offset, reason = self._read(sent, query)
+        record = self.records[tp][offset]
+        landed = Landed(sent.owner.name, query.epoch, id(query), reason)
+        complaint = record.complaint(reason, self._kernel.now_ns, clocks_jump=self.clocks_jump)
+        if complaint is not None:
+            self.violated(complaint[0], f"{record.name} {complaint[1]}; {dict(record.hits)}")
+        if record.results:
+            self._again(record, landed)
+        record.results.append(landed)
+        self._kernel.fire(f"end: {reason}")
+
+    def _read(self, sent: Sent, query: Query) -> tuple[TopicPartition, int, str]:
+        """Where a result belongs and how it ends, by what is in it."""
+        result = read_result(sent, protobuf=query.protobuf)
+        if result.reason == "OK":
+            record = self.records[result.tp][result.offset]
+            self._check_vector(sent, record, result.vector, result.revision)
+        return result.tp, result.offset, result.reason
+
+    def _check_vector(self, sent: Sent, record: Record, vector: bytes, revision: str) -> None:
+        """Guarantee 7: its own text's vector, and of one revision."""
+        if vector and vector != vector_of(record.text, revision):
+            self.violated(7, f"{record.name} has another text's vector")
+        if self.revision_pinned is not None and revision != self.revision_pinned:
+            self.violated(7, f"{record.name} has a vector of {revision}, which is not pinned")
+        revisions = self._watch(sent.owner.name).revisions
+        revisions.add(revision)
+        if len(revisions) > 1:
+            self.violated(7, f"{sent.owner.name} has published vectors of {sorted(revisions)}")
+
+    def _again(self, record: Record, landed: Landed) -> None:
+        tp = record.tp
+        if any(result.query == landed.query for result in record.results):
+            self.resent += 1
+            return
+        self.duplicates += 1
+        self._doubled[tp] += 1
+        live = sum(
+            self._window_max + self._poll_max
+            for watch in self._watches.values()
+            if (epoch := watch.epochs.get(tp)) is not None
+            and (epoch.process, epoch.number) != (landed.process, landed.epoch)
+        )
+        if self._doubled[tp] > self._budget[tp] + live:
+            self.violated(3, f"{self._doubled[tp]} results of {tp} are doubled")
+
+    # The cores -----------------------------------------------------------------------------------
+
+    def _watch(self, name: str) -> Watch:
+        return self._watches.setdefault(name, Watch())
+
+    def stalled(self, process: Process) -> None:
+        """It was held up from outside: it owes no deadline for now."""
+        self._watch(process.owner.name).stalled_ns = self._kernel.now_ns + 10 * SECOND
+
+    def stepping(self, process: Process, events: Sequence[ev.Event]) -> None:
+        """Before a core sees these."""
+        watch = self._watch(process.owner.name)
+        watch.steps += 1
+        ms = self._kernel.now_ns // MS
+        watch.spins = watch.spins + 1 if ms == watch.spin_ms else 0
+        watch.spin_ms = ms
+        if watch.spins > SPINS_MAX:
+            self.violated(0, f"{process.owner.name} spins")
+        for event in events:
+            self._kernel.fire(f"event: {type(event).__name__}")
+            match event:
+                case ev.RecordsPolled():
+                    self._polled(process, watch, event)
+                case ev.PartitionsAssigned():
+                    self._assigned(process, watch, event)
+                case ev.PartitionsRevoking():
+                    self._revoking(process, watch, event)
+                case ev.StopRequested():
+                    self._stopping(process, watch)
+                case ev.WritesDurable():
+                    self._durable(watch, event)
+                case ev.WritesFailed():
+                    self._kernel.fire(f"write failed: {event.fault}")
+                    self._failed(watch, event)
+                case ev.CommitDone() | ev.CommitFailed():
+                    self._commit_ended(watch, event)
+
+    def stepped(
+        self, process: Process, events: Sequence[ev.Event], effects: Sequence[fx.Effect]
+    ) -> None:
+        """What a core wants after it has seen these."""
+        watch = self._watch(process.owner.name)
+        replaced, watch.replaced = watch.replaced, []
+        for epoch in replaced:
+            self._end_epoch(watch, epoch, clean=False)
+        kernel = self._kernel
+        # A drain that is cut off takes what a revoke was still waiting for with it.
+        cut_off = any(isinstance(each, fx.Halt) and each.abandoned for each in effects)
+        for effect in effects:
+            kernel.fire(f"effect: {type(effect).__name__}")
+            match effect:
+                case fx.Dispatch():
+                    self._dispatched(watch, effect)
+                case fx.Write():
+                    self._written(watch, effect)
+                case fx.Commit():
+                    self._commits(watch, effect)
+                case fx.Release():
+                    self._released(watch, effect, cut_off)
+                case _:
+                    pass
+        kernel.say(f"{process.owner.name} {len(events)} {[type(e).__name__ for e in effects]}")
+        for event in events:
+            if isinstance(event, ev.PartitionsLost):
+                for tp in event.partitions:
+                    self._end_epoch(watch, watch.epochs.get(tp), clean=False)
+        self._check_buffers(process, watch)
+
+    # Records
+
+    def _assigned(self, process: Process, watch: Watch, event: ev.PartitionsAssigned) -> None:
+        watch.full_assignments += 1
+        for tp in event.partitions:
+            stale = watch.epochs.get(tp)
+            if stale is not None:  # its end was never told
+                watch.replaced.append(stale)
+            epoch = watch.epochs[tp] = Epoch(process.owner.name, tp, event.epoch)
+            epoch.closing = watch.drain is not None
+
+    def _polled(self, process: Process, watch: Watch, event: ev.RecordsPolled) -> None:
+        """Guarantee 5: no window above its maximum by more than one poll."""
+        if len(event.records) > self._poll_max:
+            self.violated(5, f"a poll of {len(event.records)} records")
+        counted: set[TopicPartition] = set()
+        if event.records and process.core.buffer_bytes >= self._buffer_max:
+            watch.full_polls += 1
+            if watch.full_polls > 1 + watch.full_assignments:
+                self.violated(5, f"{watch.full_polls} polls while the buffer is full")
+        for query in event.records:
+            epoch = watch.epochs.get(query.tp)
+            if epoch is None or epoch.number != query.epoch or epoch.closing:
+                self._kernel.fire("records of an epoch that is over")
+                continue
+            if query.tp not in counted:
+                counted.add(query.tp)
+                if self._window(epoch) >= self._window_max:
+                    self.violated(
+                        5, f"{query.tp} was polled with {self._window(epoch)} in its window"
+                    )
+            if epoch.offsets and query.offset <= epoch.offsets[-1]:
+                self.violated(1, f"{query.tp}: {query.offset} came after {epoch.offsets[-1]}")
+            epoch.queries.append(query)
+            epoch.offsets.append(query.offset)
+            watch.kept.append(query)
+
+    def _window(self, epoch: Epoch) -> int:
+        committed = self._broker.committed.get(epoch.tp, 0)
+        return len(epoch.offsets) - bisect_left(epoch.offsets, committed)
+
+    def _check_buffers(self, process: Process, watch: Watch) -> None:
+        core = process.core
+        if core.buffer_bytes < self._buffer_max:
+            watch.full_polls = watch.full_assignments = 0
+        if watch.steps % ACCOUNT_EVERY == 0:
+            self.account(process)
+
+    def account(self, process: Process) -> None:
+        """The bytes that a core counts are those of what it holds."""
+        core = process.core
+        watch = self._watch(process.owner.name)
+        held = sum(
+            query.size_bytes
+            for epoch in watch.epochs.values()
+            for query in epoch.queries
+            if query.phase not in (SETTLED, ABANDONED)
+        )
+        if process.halt is None and held != core._query_bytes:
+            self.violated(5, f"{core._query_bytes} bytes of queries are counted, {held} are held")
+        if core._delivery.unconfirmed_bytes < 0:
+            self.violated(5, "bytes of results were given back twice")
+
+    # Dispatch and writes
+
+    def _dispatched(self, watch: Watch, effect: fx.Dispatch) -> None:
+        self._kernel.fire("claim: exclusive" if effect.exclusive else "claim: ordinary")
+        seen = set()
+        for query in effect.queries:
+            seen.add(id(query))
+            epoch = watch.epochs.get(query.tp)
+            if epoch is None or epoch.number != query.epoch:
+                self.violated(4, f"{query.tp} {query.offset} is dispatched after its epoch")
+                return
+            if epoch.closing and query.offset > epoch.started_last:
+                self.violated(4, f"{query.tp} {query.offset} is started while it is given up")
+            if watch.writes.get((id(query), False)):
+                self.violated(1, f"{query.tp} {query.offset} is dispatched after its outcome")
+            epoch.started_last = max(epoch.started_last, query.offset)
+        if len(seen) != len(effect.queries):
+            self.violated(1, "a query is in a claim twice")
+
+    def _written(self, watch: Watch, effect: fx.Write) -> None:
+        for rows in effect.vectors:
+            self._kernel.fire("write: vectors alone" if rows.alone else "write: vectors")
+            for query in rows.queries:
+                self._write_one(watch, query, letter=False)
+        for row in effect.errors:
+            self._kernel.fire(f"write: error {row.form.name}{' alone' if row.alone else ''}")
+            self._write_one(watch, row.query, letter=False)
+        for letter in effect.letters:
+            self._kernel.fire(f"write: letter {letter.form.name}{' alone' if letter.alone else ''}")
+            self._write_one(watch, letter.query, letter=True)
+
+    def _write_one(self, watch: Watch, query: Query, *, letter: bool) -> None:
+        """Guarantee 1: one outcome an epoch, re-sends of failed deliveries apart."""
+        key = (id(query), letter)
+        what = "letter" if letter else "result"
+        if watch.writes.get(key):
+            self.violated(1, f"a second {what} of {query.tp} {query.offset} in one epoch")
+        epoch = watch.epochs.get(query.tp)
+        if epoch is None or epoch.number != query.epoch:
+            self.violated(4, f"a {what} of {query.tp} {query.offset} is written after its epoch")
+            return
+        if not letter and not epoch.closing:
+            epoch.started_last = max(epoch.started_last, query.offset)
+        watch.writes[key] = 1
+
+    def _durable(self, watch: Watch, event: ev.WritesDurable) -> None:
+        for topic, queries in ((RESULTS, event.results), (LETTERS, event.letters)):
+            if queries:
+                watch.last_ok_ns[topic] = self._kernel.now_ns
+            for query in queries:
+                watch.writes[id(query), topic == LETTERS] = 2
+
+    def _failed(self, watch: Watch, event: ev.WritesFailed) -> None:
+        for query in event.results:
+            watch.writes.pop((id(query), False), None)
+        for query in event.letters:
+            watch.writes.pop((id(query), True), None)
+
+    # Commits
+
+    def _commits(self, watch: Watch, effect: fx.Commit) -> None:
+        self._kernel.fire("commit: synchronous" if effect.synchronous else "commit: asynchronous")
+        if effect.synchronous:
+            for offset in effect.offsets:
+                epoch = watch.epochs.get(offset.tp)
+                if epoch is not None and epoch.number == offset.epoch:
+                    epoch.commit_id, epoch.commit_done = effect.commit_id, False
+
+    def _commit_ended(self, watch: Watch, event: ev.CommitDone | ev.CommitFailed) -> None:
+        done = isinstance(event, ev.CommitDone)
+        if not done and getattr(event, "retryable", False):
+            self._kernel.fire("commit: failed, to be tried again")
+        for epoch in watch.epochs.values():
+            if epoch.commit_id == event.commit_id:
+                epoch.commit_done = done
+
+    # Revokes and the drain
+
+    def _revoking(self, process: Process, watch: Watch, event: ev.PartitionsRevoking) -> None:
+        epochs = [watch.epochs[tp] for tp in event.partitions if tp in watch.epochs]
+        for epoch in epochs:
+            epoch.closing = True
+        watch.revoking[event.revoke_id] = epochs
+        watch.revoke_by_ns[event.revoke_id] = (
+            self._kernel.now_ns + process.options.core.revoke_deadline_ns
+        )
+
+    def _released(self, watch: Watch, effect: fx.Release, cut_off: bool) -> None:
+        by_ns = watch.revoke_by_ns.pop(effect.revoke_id)
+        now_ns = self._kernel.now_ns
+        # Beyond the deadline there is the commit, whose answer may be late.
+        if now_ns > by_ns + 6 * SECOND and now_ns > watch.stalled_ns:
+            self.violated(4, f"a revoke was released {(now_ns - by_ns) / 1e9} s after its deadline")
+        self._kernel.fire("revoke: abandoned some" if effect.abandoned else "revoke: finished")
+        for epoch in watch.revoking.pop(effect.revoke_id):
+            epoch.released = True
+            clean = not effect.abandoned and epoch.commit_done and not cut_off
+            self._end_epoch(watch, epoch, clean=clean)
+
+    def revoke_returned(
+        self, process: Process, tps: Sequence[TopicPartition], waited_ns: int
+    ) -> None:
+        """A rebalance callback has returned; before `Release`: the source gave up waiting."""
+        watch = self._watch(process.owner.name)
+        due_ns = process.options.core.revoke_deadline_ns
+        for epochs in watch.revoking.values():
+            for epoch in epochs:
+                if epoch.tp in tps:
+                    self._kernel.fire("revoke: the source gave up waiting")
+                    if waited_ns < due_ns and process.halt is None:
+                        self.violated(4, f"a revoke of {tps} did not wait for the core")
+                    epoch.given_up_on = True
+
+    def _stopping(self, process: Process, watch: Watch) -> None:
+        if watch.drain is not None:
+            return
+        watch.drain = list(watch.epochs.values())
+        watch.drain_by_ns = self._kernel.now_ns + process.options.core.drain_deadline_ns
+        for epoch in watch.drain:
+            epoch.closing = True
+
+    def _end_epoch(self, watch: Watch, epoch: Epoch | None, *, clean: bool) -> None:
+        """Guarantee 1: of what it admitted, each is settled or abandoned."""
+        if epoch is None or epoch.over:
+            return
+        epoch.over = True
+        if watch.epochs.get(epoch.tp) is epoch:
+            del watch.epochs[epoch.tp]
+        for query in epoch.queries:
+            if query.phase not in (SETTLED, ABANDONED):
+                self.violated(1, f"{query.tp} {query.offset} is neither settled nor abandoned")
+        if clean and not epoch.given_up_on:
+            epoch.clean = True
+            self._kernel.fire("epoch: ended clean")
+        else:
+            self._dirty(epoch)
+        self._before[epoch.tp] = epoch
+
+    def _dirty(self, epoch: Epoch) -> None:
+        self._kernel.fire("epoch: cut off")
+        self._budget[epoch.tp] += self._window_max + self._poll_max
+
+    def logged_a_bug(self, process: Process, what: str) -> None:
+        self.violated(0, f"{process.owner.name} logged {what!r}")
+
+    def halted(self, process: Process, halt: fx.Halt) -> None:
+        """Guarantees 8 and 9: how a process may end by itself."""
+        watch = self._watch(process.owner.name)
+        kernel = self._kernel
+        kernel.fire(f"halt: {halt.exit_code}{' with some abandoned' if halt.abandoned else ''}")
+        kernel.say(f"{process.owner.name} halts: {halt.message}")
+        if halt.exit_code == 0:
+            if watch.drain is None:
+                self.violated(8, f"{process.owner.name} stopped unasked")
+            late_ns = kernel.now_ns - watch.drain_by_ns - 4 * SECOND
+            if late_ns > 0 and kernel.now_ns > watch.stalled_ns:
+                self.violated(8, f"{process.owner.name} drained {late_ns / 1e9} s too long")
+        elif halt.message == "drained":
+            self.violated(8, f"{process.owner.name} drained and exits with {halt.exit_code}")
+        elif "could not be written" in halt.message:
+            topic = RESULTS if "results" in halt.message else LETTERS
+            since_ns = watch.last_ok_ns.get(topic, 0)
+            if kernel.now_ns - since_ns < process.options.core.sink_outage_ns_max - SECOND:
+                self.violated(9, f"{process.owner.name} gave up though {topic} could be written")
+        else:
+            self.violated(0, f"{process.owner.name} ended: {halt.message}")
+        for epoch in list(watch.epochs.values()):
+            clean = halt.exit_code == 0 and not halt.abandoned and epoch.commit_done
+            epoch.over = True
+            epoch.clean = clean
+            del watch.epochs[epoch.tp]
+            self._before[epoch.tp] = epoch
+            if clean:
+                kernel.fire("epoch: ended clean")
+            else:
+                self._dirty(epoch)
+
+    def killed(self, process: Process) -> None:
+        """All that it had is cut off."""
+        watch = self._watch(process.owner.name)
+        for epoch in list(watch.epochs.values()):
+            epoch.over = True
+            self._dirty(epoch)
+            self._before[epoch.tp] = epoch
+        watch.epochs.clear()
+
+    # The end -------------------------------------------------------------------------------------
+
+    def unfinished(self, processes: Iterable[Process]) -> str | None:
+        """What is still to be done, if anything: after healing there must come an end of it."""
+        lag = self._broker.lag()
+        if lag:
+            return f"lag {lag}"
+        for process in processes:
+            if process.consumer.paused & process.consumer.assignment:
+                return f"{process.owner.name} has paused {sorted(process.consumer.paused)}"
+            gauges = process.core.gauges()
+            if gauges.unsettled or gauges.buffer_bytes or gauges.writing_suspended:
+                return f"{process.owner.name} holds {gauges}"
+        return None
+
+    def at_end(self, processes: Iterable[Process]) -> None:
+        """Guarantees 1, 2 and 9, over everything that was put on the topic."""
+        for process in processes:
+            self.account(process)
+            watch = self._watch(process.owner.name)
+            for epoch in watch.epochs.values():
+                for query in epoch.queries:
+                    if query.phase == SETTLED or (epoch.closing and query.phase == ABANDONED):
+                        continue
+                    self.violated(1, f"{query.tp} {query.offset} is in phase {query.phase}")
+        for records in self.records.values():
+            for record in records.values():
+                self._check_settled(record)
