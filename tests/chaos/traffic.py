@@ -44,6 +44,7 @@ class Traffic:
         self._fresh: Snapshot | None = None
         self.outages = 0
         """Snapshots that no broker answered."""
+        self._last_outage = ""
         self._failure: BaseException | None = None
         self._ending = threading.Event()
         loops = (self._send, self._read, self._ask)
@@ -94,7 +95,8 @@ class Traffic:
                     raise TrafficError(
                         f"not caught up: {len(self.accounts.lost)} without a result "
                         f"{self.ledger.lost[:5]}, committed {self.accounts.committed} "
-                        f"of {self.accounts.ends()}"
+                        f"of {self.accounts.ends()} in {self.accounts.snapshots} snapshots, "
+                        f"{self.outages} failed {self._last_outage}"
                     )
             time.sleep(0.05)
 
@@ -151,8 +153,9 @@ class Traffic:
         while not self._ending.wait(SNAPSHOT_S):
             try:
                 snapshot = self.ledger.snapshot()
-            except KafkaException:  # an outage: asked again
+            except KafkaException as error:  # an outage: asked again
                 self.outages += 1
+                self._last_outage = str(error)
                 continue
             self._snapshots.append(snapshot)
             self._fresh = snapshot
