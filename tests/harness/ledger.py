@@ -226,8 +226,17 @@ class Ledger:
         """What the group has committed, then the ends of what it writes. From one thread only.
 
         Raises:
-            KafkaException: the broker does not answer.
+            KafkaException: the broker does not answer; the next call asks by a new client.
         """
+        try:
+            return self._snapshot()
+        except KafkaException:
+            asker, self._asker = self._asker, None
+            if asker is not None:
+                asker.close()
+            raise
+
+    def _snapshot(self) -> Snapshot:
         if self._asker is None:  # kept, since each costs a connection
             # Ends are those of all that is written: a transaction's offsets may be seen before its
             # last records are, but never before they are written.
