@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +33,17 @@ class BenchError(Exception):
     """The run proves nothing: one line for people."""
 
 
+def leave_nothing_behind() -> None:
+    """Let SIGTERM unwind the stack, so that children are ended: by default it would not.
+
+    Does nothing where somebody has a handler of their own, or outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 class Child:
     """A process in a session of its own, with its output in a file; ended with its owner."""
 
@@ -44,6 +57,7 @@ class Child:
 
     def __enter__(self) -> Self:
         """Start it."""
+        leave_nothing_behind()
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 self._arguments,

@@ -18,10 +18,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -88,6 +88,24 @@ class Measured:
     list_ms: dict[int, list[float]] = field(default_factory=lambda: {n: [] for n in LISTS})
     vectors: Vectors | None = None
 
+    def fresh(self) -> Measured:
+        """The same server, nothing measured."""
+        return Measured(
+            contender=self.contender,
+            stub=self.stub,
+            target=self.target,
+            target_source=self.target_source,
+            versions=self.versions,
+        )
+
+
+class Serving(NamedTuple):
+    """A started server and where it listens."""
+
+    child: Child
+    address: str
+    metrics: str
+
 
 def missing(contender: Contender) -> bool:
     """Whether there is no environment with the engine's package."""
@@ -98,12 +116,9 @@ def missing(contender: Contender) -> bool:
     return subprocess.run([str(python), "-c", found], check=False, timeout=60).returncode != 0
 
 
-def serve(stack: ExitStack, contender: Contender, args: argparse.Namespace) -> Measured:
-    """Start a server and wait until it serves.
-
-    Raises:
-        BenchError: it does not.
-    """
+def start(stack: ExitStack, contender: Contender, args: argparse.Namespace) -> Serving:
+    """Start a server."""
+    print(f"starting {contender.engine}", file=sys.stderr, flush=True)
     address, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     env = {
         "MODEL_SERVER_ENGINE": contender.engine,
@@ -121,12 +136,21 @@ def serve(stack: ExitStack, contender: Contender, args: argparse.Namespace) -> M
         env["MODEL_SERVER_BATCH_TOKENS_TARGET"] = str(args.target)
     python = str(ROOT / contender.environment / "bin" / "python")
     child = Child(contender.engine, [python, "-m", "model_server", "serve"], env)
-    stack.enter_context(child).wait_ready(f"http://{metrics}/readyz", READY_TIMEOUT_S)
+    return Serving(stack.enter_context(child), address, metrics)
+
+
+def connect(stack: ExitStack, contender: Contender, serving: Serving) -> Measured:
+    """Wait until a server serves.
+
+    Raises:
+        BenchError: it does not.
+    """
+    serving.child.wait_ready(f"http://{serving.metrics}/readyz", READY_TIMEOUT_S)
     options = (
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.use_local_subchannel_pool", 1),
     )
-    channel = stack.enter_context(grpc.insecure_channel(address, options=options))
+    channel = stack.enter_context(grpc.insecure_channel(serving.address, options=options))
     stub = pb_grpc.EmbeddingServiceStub(channel)
     info = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=CALL_TIMEOUT_S)
     return Measured(
@@ -256,23 +280,23 @@ def measure(
     unmeasured: dict[str, str] = {}
     servers: dict[str, Measured] = {}
     with ExitStack() as stack:
+        here: list[str] = []
         for name in args.names:
             contender = CONTENDERS[name]
             if missing(contender):
                 unmeasured[name] = f"{contender.environment} is not there; {contender.made_by}"
-                continue
-            print(f"starting {name}", file=sys.stderr, flush=True)
-            shared = servers.get(contender.engine) if contender.one_by_one else None
-            if shared is None:
-                servers[name] = serve(stack, contender, args)
-                continue
-            servers[name] = Measured(
-                contender=contender,
-                stub=shared.stub,
-                target=shared.target,
-                target_source=shared.target_source,
-                versions=shared.versions,
-            )
+            else:
+                here.append(name)
+        connections: dict[str, Measured] = {}
+        engines = list(dict.fromkeys(CONTENDERS[name].engine for name in here))
+        # Each finds its own target on a quiet machine; a target that is given is found by nobody.
+        for group in [engines] if args.target else [[engine] for engine in engines]:
+            started = {name: start(stack, CONTENDERS[name], args) for name in group}
+            for name, serving in started.items():
+                connections[name] = connect(stack, CONTENDERS[name], serving)
+        for name in here:
+            contender = CONTENDERS[name]
+            servers[name] = replace(connections[contender.engine].fresh(), contender=contender)
         order = list(servers.values())
         for number in range(args.rounds + 1):
             print(f"round {number} of {args.rounds}", file=sys.stderr, flush=True)

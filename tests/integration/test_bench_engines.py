@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,3 +46,31 @@ def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         engines.main(arguments)
     assert ended.value.code == 2
+
+
+def test_a_bench_that_is_terminated_leaves_no_server_behind() -> None:
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "ops.bench.engines", "--engines", "simulated", "--rounds", "100000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert bench.stderr is not None
+    try:
+        while "round 1 of" not in (line := bench.stderr.readline()):
+            assert line, "the bench ended"
+        children = [child for child, parent in processes() if parent == bench.pid]
+        assert children
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+        assert not set(children) & {pid for pid, _ in processes()}
+    finally:
+        bench.kill()
+        bench.stderr.close()
+
+
+def processes() -> list[tuple[int, int]]:
+    """Ids of processes and of their parents, as Linux and macOS tell them."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
+    pairs = [line.split() for line in listed.stdout.splitlines()]
+    return [(int(child), int(parent)) for child, parent in pairs]
