@@ -179,6 +179,7 @@ class QuerySender:
         Raises:
             BufferError: the local queue is full: poll, then try again.
             KafkaClientError: the record was refused at once, such as one that is too large.
+            KeyboardInterrupt: Ctrl-C came; the record is not handed over.
         """
         try:
             self._producer.produce(
@@ -186,6 +187,10 @@ class QuerySender:
             )
         except KafkaException as error:
             raise KafkaClientError(f"a query was not accepted: {error.args[0].str()}") from error
+        except TypeError as error:
+            # Python looks for signals while the client reads a header's name, and whatever a
+            # handler raises then the client tells as a name that is no string. Ours always are.
+            raise KeyboardInterrupt from error
 
     def poll(self, timeout_s: float = 0) -> None:
         """Serve delivery reports."""

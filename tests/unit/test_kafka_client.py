@@ -1,4 +1,7 @@
-"""Looking topics up: what brokers can't tell yet is asked again, a refusal is said at once."""
+"""Looking topics up: what brokers can't tell yet is asked again, a refusal is said at once.
+
+And what Ctrl-C becomes in the client.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,13 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from aggregator.commands import kafka_client
-from aggregator.commands.kafka_client import KafkaClientError, looked_up, partitions_of
+from aggregator.commands.kafka_client import (
+    KafkaClientError,
+    QuerySender,
+    Topics,
+    looked_up,
+    partitions_of,
+)
 
 
 def saying(*codes: int) -> Callable[[], str]:
@@ -66,3 +75,26 @@ def test_a_topic_that_is_not_ours_to_see_is_not_said_to_be_missing(code: int, sa
 
     with pytest.raises(KafkaClientError, match=says):
         partitions_of(cast("Producer", Client()), "queries", "b:1")
+
+
+class Interrupted(str):
+    """Ctrl-C comes at the moment at which the client reads this name."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_a_header_is_read_stays_ctrl_c() -> None:
+    topics = Topics(
+        client={"bootstrap.servers": "127.0.0.1:1"}, queries="queries", results="results"
+    )
+    sender = QuerySender(topics, idempotent=False)
+    with pytest.raises(KeyboardInterrupt):
+        sender.send(
+            b"{}",
+            [(Interrupted("correlation"), b"1")],
+            key=None,
+            on_delivery=lambda _error, _message: None,
+        )
