@@ -222,8 +222,11 @@ def judge(
     texts: Sequence[str], received: Sequence[Received], seconds: float, passes: Passes
 ) -> Verdict:
     """Compare with sentence-transformers, one text at a time."""
-    from sentence_transformers import SentenceTransformer  # noqa: PLC0415 (seconds to import)
+    import torch  # noqa: PLC0415 (seconds to import)
+    from sentence_transformers import SentenceTransformer  # noqa: PLC0415
 
+    # One short text at a time: more threads only wait for each other, by spinning.
+    torch.set_num_threads(1)
     model = SentenceTransformer(str(get_model_path()), device="cpu")
     tokens_max = model.max_seq_length or 0
     cosine_min, tokens_wrong = 1.0, 0
