@@ -372,6 +372,7 @@ class Fleet:
             counts = self.accounts.counts()
         counts["evictions"] = self.evictions
         counts["ended_by_themselves"] = self.ended_by_themselves
+        counts["snapshots_failed"] = self.traffic.outages
         return counts
 
     def close(self) -> None:

@@ -90,8 +90,16 @@ def moment(line: Line) -> float:
 
 
 @pytest.mark.kafka
-@pytest.mark.parametrize("protocol", ["classic", "consumer"])
-def test_a_frozen_broker_holds_nobody_up(node: KafkaNode, protocol: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"AGGREGATOR_GROUP_PROTOCOL": "classic"},
+        {"AGGREGATOR_GROUP_PROTOCOL": "consumer"},
+        {"AGGREGATOR_DELIVERY": "exactly_once", "AGGREGATOR_INSTANCE_NAME": "one"},
+    ],
+    ids=["classic", "consumer", "exactly-once"],
+)
+def test_a_frozen_broker_holds_nobody_up(node: KafkaNode, settings: dict[str, str]) -> None:
     bootstrap = {"AGGREGATOR_BOOTSTRAP_SERVERS": node.bootstrap_servers}
     subprocess.run(
         [sys.executable, "-m", "aggregator", "topics", "create", "--partitions", "2"],
@@ -104,7 +112,7 @@ def test_a_frozen_broker_holds_nobody_up(node: KafkaNode, protocol: str) -> None
     with (
         contextlib.closing(ledger),
         simulated_server(port),
-        aggregator(node.bootstrap_servers, port, AGGREGATOR_GROUP_PROTOCOL=protocol) as process,
+        aggregator(node.bootstrap_servers, port, **settings) as process,
     ):
         process.wait_for(lambda line: line.get("event") == "partitions assigned")
         for number in range(5_000):
@@ -122,6 +130,7 @@ def test_a_frozen_broker_holds_nobody_up(node: KafkaNode, protocol: str) -> None
         assert moment(end) - moment(begin) < DRAIN_S + STOP_GRACE_S + HANG_S
         assert end["exit_code"] == 0
         node.unfreeze()
-        with aggregator(node.bootstrap_servers, port, AGGREGATOR_GROUP_PROTOCOL=protocol) as heir:
+        with aggregator(node.bootstrap_servers, port, **settings) as heir:
             ledger.wait_for_all(120)
+            assert ledger.duplicates == 0 or "AGGREGATOR_DELIVERY" not in settings
             assert heir.terminate() == 0, heir.lines[-20:]
