@@ -23,6 +23,7 @@ from model_server.engines.base import (
     SeparateEngine,
     Tokens,
 )
+from model_server.engines.child.process import LINE_CHARACTERS_MAX
 from model_server.engines.model_folder import ModelRefusedError
 from tests.harness.child_engines import FakeChildEngine, fake_engine, group_members, running
 from tests.harness.child_runner import Act
@@ -130,6 +131,17 @@ def test_an_empty_pass_has_no_rows(shared: FakeChildEngine) -> None:
 def test_a_start_that_fails_says_why(fail: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         fake_engine(fail=fail)
+
+
+def test_what_it_prints_is_handed_on_in_lines_of_bounded_length() -> None:
+    said: list[str] = []
+    with pytest.raises(EngineDiedError):
+        fake_engine(fail="exit", says=said.append)
+    assert said == ["ValueError: too little of it", "and that was it"]
+    said.clear()
+    with pytest.raises(EngineDiedError):
+        fake_engine(fail="shout", says=said.append)
+    assert [len(line) for line in said] == [LINE_CHARACTERS_MAX, LINE_CHARACTERS_MAX, 8]
 
 
 def test_a_start_that_hangs_is_given_up() -> None:

@@ -102,6 +102,9 @@ def start(options: Mapping[str, Any], died: Callable[[str], None]) -> Runner:
     if fail == "exit":
         print("ValueError: too little of it\nand that was it", flush=True)
         os._exit(9)
+    if fail == "shout":
+        print("x" * 8_200, flush=True)
+        os._exit(9)
     if fail == "hang":
         time.sleep(HANG_S)
     return Runner(options, died)
