@@ -10,9 +10,12 @@ from model_server.engines.base import Engine
 from tests.contract.engines import Case
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def started() -> Iterator[Callable[[Case], Engine]]:
-    """The engine of a case, started when it is first asked for; closed at the end."""
+    """The engine of a case, started when it is first asked for; closed after this folder's tests.
+
+    Each takes gigabytes, and other folders start servers of their own.
+    """
     made: dict[str, Engine] = {}
 
     def get(case: Case) -> Engine:
