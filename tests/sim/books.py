@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from aggregator.core import effects as fx
 from aggregator.core.query import Query, TopicPartition
 from protos.embedding.v1 import query_pb2
 from tests.sim.producer import Sent
@@ -54,6 +55,8 @@ class Watch:
     """Their partition was assigned again in this step."""
     writes: dict[tuple[int, bool], int] = field(default_factory=dict)
     """(query, letter) -> 1: handed to the sink, 2: durable. Absent: neither, or it failed."""
+    transactions: dict[int, fx.CommitTransaction] = field(default_factory=dict)
+    """Those under way, by commit id."""
     kept: list[Query] = field(default_factory=list)
     """So that no identity is used twice."""
     revoking: dict[int, list[Epoch]] = field(default_factory=dict)

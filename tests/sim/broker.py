@@ -24,6 +24,7 @@ from tests.sim.kernel import MS, Kernel
 
 if TYPE_CHECKING:
     from tests.sim.consumer import SimConsumer
+    from tests.sim.transactions import TransactionLog
 
 QUERIES, RESULTS, LETTERS = "queries", "results", "queries.dlq"
 
@@ -233,6 +234,7 @@ class Broker:
         self.down_until_ns = 0
         """The whole cluster is away."""
         self.observer: Observer
+        self.transactions: TransactionLog
 
     @property
     def tps(self) -> list[TopicPartition]:
@@ -261,10 +263,14 @@ class Broker:
         """Take a commit request in; returns the error it is answered with."""
         error = self.group.judge_commit(consumer.member, generation)
         if error is None:
-            for tp, offset in offsets.items():
-                self.committed[tp] = offset
-                self.observer.committed(consumer, tp, offset)
+            self.take_offsets(consumer, offsets)
         return error
+
+    def take_offsets(self, consumer: SimConsumer, offsets: Mapping[TopicPartition, int]) -> None:
+        """These are committed."""
+        for tp, offset in offsets.items():
+            self.committed[tp] = offset
+            self.observer.committed(consumer, tp, offset)
 
     def lag(self) -> dict[TopicPartition, int]:
         """Offsets between what is committed and the end, by partition, where there are any."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from aggregator.core import effects as fx
 from aggregator.core import events as ev
@@ -17,7 +16,7 @@ from aggregator.core.query import ABANDONED, SETTLED, Query, TopicPartition
 from tests.sim.books import Epoch, Violation, Watch, read_result
 from tests.sim.broker import LETTERS, RESULTS, Broker
 from tests.sim.consumer import SimConsumer
-from tests.sim.kernel import MS, SECOND, Kernel, Owner
+from tests.sim.kernel import MS, SECOND, Kernel
 from tests.sim.process import Process
 from tests.sim.producer import Sent
 from tests.sim.records import LETTER_REASONS, Landed, Record
@@ -27,6 +26,12 @@ ACCOUNT_EVERY = 40
 """Steps of a core between two reckonings of its bytes."""
 SPINS_MAX = 400
 """Steps of one core within one millisecond."""
+_TRANSACTION_ENDS = (
+    "fenced: ",
+    "no transaction could be committed",
+    "the open transaction was not aborted",
+)
+"""How a process may end over its transactions: it is restarted, and its successor goes on."""
 
 
 class Checks:
@@ -38,6 +43,7 @@ class Checks:
         self.records: dict[TopicPartition, dict[int, Record]] = {tp: {} for tp in broker.tps}
         self.clocks_jump = False
         self.revision_pinned: str | None = None
+        self.exactly_once = False
         self.duplicates = 0
         self.resent = 0
         self._kernel = kernel
@@ -48,6 +54,8 @@ class Checks:
         self._watches: dict[str, Watch] = {}
         self._offsets: dict[TopicPartition, list[int]] = {tp: [] for tp in broker.tps}
         self._verified: dict[TopicPartition, int] = dict.fromkeys(broker.tps, 0)
+        self._readers: dict[TopicPartition, SimConsumer] = {}
+        """Who began to read last."""
         self._before: dict[TopicPartition, Epoch] = {}
         """The last epoch of each partition that ended."""
         self._budget: dict[TopicPartition, int] = dict.fromkeys(broker.tps, 0)
@@ -80,7 +88,11 @@ class Checks:
     def committed(self, consumer: SimConsumer, tp: TopicPartition, offset: int) -> None:
         """Guarantee 2: all below it is settled. 3 and 4: by its owner, and never backwards."""
         owner = self._broker.group.owner.get(tp)
-        if owner is None or owner.consumer is not consumer:
+        if self.exactly_once:
+            # Offsets that were sent in time may be committed later: the next owner waits for that.
+            if self._readers.get(tp) is not consumer:
+                self.violated(10, f"{consumer.owner.name} committed {tp} behind its next owner")
+        elif owner is None or owner.consumer is not consumer:
             self.violated(4, f"{consumer.owner.name} committed {tp} that it does not own")
         verified = self._verified[tp]
         if offset < verified:
@@ -102,6 +114,9 @@ class Checks:
 
     def taken_over(self, consumer: SimConsumer, tp: TopicPartition, offset: int) -> None:
         """Guarantee 3, as its next owner starts to read."""
+        owner = self._broker.group.owner.get(tp)
+        if owner is not None and owner.consumer is consumer:  # else it is the last to know
+            self._readers[tp] = consumer
         offsets = self._offsets[tp]
         before = self._before.get(tp)
         again = 0
@@ -110,6 +125,8 @@ class Checks:
             if not record.results:
                 continue
             again += 1
+            if self.exactly_once:
+                self.violated(10, f"{record.name} is read again and has a committed result")
             if before is not None and before.clean:
                 for result in record.results:
                     if (result.process, result.epoch) == (before.process, before.number):
@@ -119,12 +136,6 @@ class Checks:
             self.violated(3, f"{again} results of {tp} are above the committed offset")
 
     # Writes --------------------------------------------------------------------------------------
-
-    def sent(self, owner: Owner, topic: str, token: Any, value: bytes | None) -> None:
-        """A record was handed to the client."""
-
-    def reported(self, sent: Sent, *, durable: bool) -> None:
-        """The client reports."""
 
     def landed(self, sent: Sent) -> None:
         """A record is on its topic for good."""
@@ -168,6 +179,8 @@ class Checks:
 
     def _again(self, record: Record, landed: Landed) -> None:
         tp = record.tp
+        if self.exactly_once:
+            self.violated(10, f"{record.name} has two committed results")
         if any(result.query == landed.query for result in record.results):
             self.resent += 1
             return
@@ -239,6 +252,8 @@ class Checks:
                     self._written(watch, effect)
                 case fx.Commit():
                     self._commits(watch, effect)
+                case fx.CommitTransaction():
+                    self._commits_transaction(watch, effect)
                 case fx.Release():
                     self._released(watch, effect, cut_off)
                 case _:
@@ -381,8 +396,37 @@ class Checks:
                 if epoch is not None and epoch.number == offset.epoch:
                     epoch.commit_id, epoch.commit_done = effect.commit_id, False
 
+    def _commits_transaction(self, watch: Watch, effect: fx.CommitTransaction) -> None:
+        """Guarantee 10: a prefix of each partition, offsets and all, one transaction at a time."""
+        if watch.transactions:
+            self.violated(10, "two transactions at once")
+        watch.transactions[effect.commit_id] = effect
+        self._written(watch, effect.write)
+        ends = {offset.tp: offset.offset_next for offset in effect.offsets}
+        written = [query for rows in effect.write.vectors for query in rows.queries]
+        written += [row.query for row in effect.write.errors]
+        for query in written:
+            if query.offset >= ends.get(query.tp, -1):
+                self.violated(10, f"{query.tp} {query.offset} is written, its offset is not")
+
+    def _transaction_ended(self, watch: Watch, effect: fx.CommitTransaction, *, done: bool) -> None:
+        rows = effect.write
+        results = [query for vectors in rows.vectors for query in vectors.queries]
+        results += [row.query for row in rows.errors]
+        letters = [row.query for row in rows.letters]
+        if done:
+            self._durable(watch, ev.WritesDurable(results=results, letters=letters))
+            return
+        for query in results:
+            watch.writes.pop((id(query), False), None)
+        for query in letters:
+            watch.writes.pop((id(query), True), None)
+
     def _commit_ended(self, watch: Watch, event: ev.CommitDone | ev.CommitFailed) -> None:
         done = isinstance(event, ev.CommitDone)
+        transaction = watch.transactions.pop(event.commit_id, None)
+        if transaction is not None:
+            self._transaction_ended(watch, transaction, done=done)
         if not done and getattr(event, "retryable", False):
             self._kernel.fire("commit: failed, to be tried again")
         for epoch in watch.epochs.values():
@@ -394,7 +438,7 @@ class Checks:
     def _revoking(self, process: Process, watch: Watch, event: ev.PartitionsRevoking) -> None:
         epochs = [watch.epochs[tp] for tp in event.partitions if tp in watch.epochs]
         for epoch in epochs:
-            epoch.closing = True
+            self._close(process, epoch)
         watch.revoking[event.revoke_id] = epochs
         watch.revoke_by_ns[event.revoke_id] = (
             self._kernel.now_ns + process.options.core.revoke_deadline_ns
@@ -432,7 +476,15 @@ class Checks:
         watch.drain = list(watch.epochs.values())
         watch.drain_by_ns = self._kernel.now_ns + process.options.core.drain_deadline_ns
         for epoch in watch.drain:
-            epoch.closing = True
+            self._close(process, epoch)
+
+    def _close(self, process: Process, epoch: Epoch) -> None:
+        """It is given up: nothing above what has been started of it may be started any more."""
+        epoch.closing = True
+        ledger = process.core._ledgers.get(epoch.tp)
+        if self.exactly_once and ledger is not None:
+            # Outcomes that are held count as started and are not seen from outside.
+            epoch.started_last = max(epoch.started_last, ledger.started_offset_last)
 
     def _end_epoch(self, watch: Watch, epoch: Epoch | None, *, clean: bool) -> None:
         """Guarantee 1: of what it admitted, each is settled or abandoned."""
@@ -472,6 +524,8 @@ class Checks:
                 self.violated(8, f"{process.owner.name} drained {late_ns / 1e9} s too long")
         elif halt.message == "drained":
             self.violated(8, f"{process.owner.name} drained and exits with {halt.exit_code}")
+        elif self.exactly_once and halt.message.startswith(_TRANSACTION_ENDS):
+            kernel.fire(f"halt: {halt.message[:32]}")
         elif "could not be written" in halt.message:
             topic = RESULTS if "results" in halt.message else LETTERS
             since_ns = watch.last_ok_ns.get(topic, 0)

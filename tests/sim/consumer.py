@@ -31,6 +31,15 @@ def error_of(code: int) -> KafkaException:
     return KafkaException(KafkaError(code))
 
 
+@dataclass(frozen=True, slots=True)
+class GroupMetadata:
+    """What `consumer_group_metadata` gives: who commits, as of that moment."""
+
+    consumer: SimConsumer
+    member: Member | None
+    generation: int
+
+
 @dataclass(slots=True)
 class _Callback:
     """A rebalance callback that is due."""
@@ -163,9 +172,9 @@ class SimConsumer:
             for tp in callback.tps:
                 self._start_fetching(tp)
         elif callback.kind == "revoke":
-            began_ns = self._kernel.now_ns
+            began_ns = self.owner.monotonic_ns()
             self._on_revoke(self, partitions)
-            waited_ns = self._kernel.now_ns - began_ns
+            waited_ns = self.owner.monotonic_ns() - began_ns  # by its own clock, which may leap
             self._broker.observer.revoke_returned(self.owner.process, callback.tps, waited_ns)
             self._unassign(callback.tps)
         else:
@@ -209,6 +218,10 @@ class SimConsumer:
 
         def start() -> None:
             if self._epoch_of.get(tp) != epoch or epoch is None or self.closed:
+                return
+            if self._broker.transactions.pending(tp):
+                self._kernel.fire("reader of offsets waits for an open transaction")
+                self._kernel.after(50 * MS, self.owner, "fetch offset", start)
                 return
             log = self._broker.logs[tp]
             offset = max(self._broker.committed.get(tp, log.start), log.start)
@@ -297,6 +310,9 @@ class SimConsumer:
             self._positions[tp] = log.end
             self._kernel.fire("position moved without records")
         return None
+
+    def consumer_group_metadata(self) -> GroupMetadata:
+        return GroupMetadata(self, self.member, self.generation)
 
     def position(self, partitions: Sequence[KafkaPartition]) -> list[KafkaPartition]:
         return [

@@ -60,6 +60,8 @@ CHANCES: Mapping[str, float] = {
     "batch timed out, and landed later": 0.1,
     "report late": 0.3,
     "producer's queue full": 0.5,
+    "end of a transaction late": 0.2,
+    "offsets of a transaction not answered": 0.1,
     "transaction marker": 0.3,
     "offsets compacted away": 0.2,
     "pass slow": 0.2,

@@ -13,15 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from aggregator.adapters import kafka_commits, kafka_source
-from aggregator.core import delivery, dispatch, machine, outcomes, replies, retry, suspects
+from aggregator.adapters import kafka_commits, kafka_source, kafka_transactions
+from aggregator.core import (
+    delivery,
+    dispatch,
+    machine,
+    outcomes,
+    replies,
+    retry,
+    suspects,
+    transactions,
+)
 from aggregator.core import effects as fx
 from aggregator.core import events as ev
 from aggregator.core.backlog import NEVER_NS
 from aggregator.core.claims import Claim
 from aggregator.core.packing import PackLimits
 from aggregator.core.partitions import Ledger
-from aggregator.core.query import ABANDONED, SETTLED, WAITING, Query
+from aggregator.core.query import ABANDONED, SETTLED, WAITING, WRITING, Query
 from aggregator.core.servers import Server
 from aggregator.wire import rpc
 from model_server.core import isolation, passes
@@ -405,7 +414,34 @@ def _resend_before_report(self: delivery.Delivery, now_ns: int) -> None:
                 self._resend(topic, query)
 
 
+# Exactly once ------------------------------------------------------------------------------------
+
+
+def _no_prefix(ledger: Ledger, room: Any) -> Any:
+    """Results go into a transaction though one before them is not there yet."""
+    queries = [query for query in ledger.unsettled if query.phase == WRITING]
+    if not queries or ledger.offset_next is None:
+        return None
+    return transactions._Share(
+        ledger=ledger, queries=queries, offset_next=ledger.offset_next, settled=ledger.settled
+    )
+
+
+def _offsets_forgotten(request: kafka_transactions.OffsetsRequest, reason: str) -> None:
+    """Offsets that may not be sent are left out, and the records committed all the same."""
+    request.ended.set()
+
+
+def _aborted_is_done(
+    self: transactions.Transactions, commit_id: int, *, message: str, now_ns: int
+) -> None:
+    """What an abort took back is taken for committed."""
+    for query in self.done(commit_id):
+        query.phase = SETTLED
+
+
 A, D, W, L = machine.Aggregator, delivery.Delivery, retry.Waiting, Ledger
+T, Q = transactions.Transactions, kafka_transactions.OffsetsRequest
 R, S, C, H = replies.Replies, kafka_source.KafkaSource, kafka_commits.Commits, isolation.Isolation
 
 _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
@@ -483,6 +519,9 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
     ("the drain has no deadline", (8,), A, "_stop_requested", _never_gives_up_draining),
     ("dead letters that fail are dropped (arroyo)", (0, 1, 2), D, "record_failed", _drop_letters),
     ("a batch's fault is believed of each record", (6,), D, "record_failed", _believe_batches),
+    ("a transaction holds no prefix", (10, 1, 2), transactions, "_prefix", _no_prefix),
+    ("offsets are left out of a transaction", (0, 10), Q, "refuse", _offsets_forgotten),
+    ("an abort is taken for a commit", (0, 1, 2, 5, 10), T, "failed", _aborted_is_done),
     ("an outage loses what it fails", (0, 1, 2), D, "topic_failed", _drop_on_topic_fault),
     ("what was held is forgotten", (0, 1), D, "_recover", _forget_held),
     ("the first fault of a topic ends the process", (9,), D, "_outage", _give_up_outage),

@@ -14,10 +14,16 @@ from typing import Any, Protocol
 
 from aggregator.adapters.kafka_config import KafkaOptions
 from aggregator.adapters.kafka_sink import KafkaSink, SinkOptions
-from aggregator.adapters.kafka_source import KafkaSource, SourceOptions
+from aggregator.adapters.kafka_source import POLL_MS, KafkaSource, SourceOptions
+from aggregator.adapters.kafka_transactions import (
+    KafkaTransactions,
+    TransactionsError,
+    TransactionsOptions,
+)
 from aggregator.core import effects as fx
 from aggregator.core import events as ev
 from aggregator.core.machine import Aggregator, AggregatorOptions
+from aggregator.runtime import outlet
 from aggregator.runtime.bridge import Bridge, SinkPort, Token
 from aggregator.runtime.driver import Driver, Ports
 from aggregator.runtime.intake import Intake
@@ -33,6 +39,7 @@ from tests.sim.servers import ModelServer
 from tests.sim.shims import SimLoop, SimQueue
 from tests.sim.streams import SimServers
 from tests.sim.texts import BREAKS_ESTIMATOR, mark_of, tokens_of
+from tests.sim.transactions import TransactionalProducer
 
 LEAVE_TIMEOUT_S = 10.0
 
@@ -143,6 +150,7 @@ class Process:
     def __init__(
         self,
         name: str,
+        instance_name: str,
         *,
         kernel: Kernel,
         broker: Broker,
@@ -152,6 +160,7 @@ class Process:
     ) -> None:
         self.kernel = kernel
         self.owner = Owner(kernel, name)
+        self.instance_name = instance_name
         self.owner.process = self
         self.options = options
         self.halt: fx.Halt | None = None
@@ -178,14 +187,9 @@ class Process:
         )
         kernel.owner = self.owner
         self._bridge = Bridge(intake, loop=loop, metrics=metrics, log=log)
-        self.sink: KafkaSink[Token] = KafkaSink(
-            SinkOptions(
-                kafka=self._kafka(),
-                message_bytes_max=max(options.results_bytes_max, options.letters_bytes_max),
-                batch_bytes_max=min(options.results_bytes_max, options.letters_bytes_max),
-            ),
-            self._bridge,
-        )
+        self._sink: KafkaSink[Token] | None = None
+        self._transactions: KafkaTransactions[Token] | None = None
+        sink, transactions = self._outlet(instance_name)
         self.source = KafkaSource(
             SourceOptions(
                 kafka=self._kafka(),
@@ -193,6 +197,8 @@ class Process:
                 poll_records_max=options.poll_records_max,
                 revoke_deadline_ms=options.revoke_deadline_ms,
                 commit_timeout_ms=options.commit_timeout_ms,
+                poll_ms=POLL_MS if transactions is None else outlet.POLL_MS,
+                revoke_slack_ms=1_000 + self._abort_ms(),
             ),
             self._bridge,
         )
@@ -208,7 +214,8 @@ class Process:
         }
         ports = Ports(
             source=self.source,
-            sink=SinkPort(self.sink, results=RESULTS, letters=LETTERS),
+            sink=sink,
+            transactions=transactions,
             servers=self.servers,
             encoder=ResultEncoder(HeaderRules(bytes_max=options.decode.headers.bytes_max)),
             clock_ns=self.owner.monotonic_ns,
@@ -217,6 +224,50 @@ class Process:
             Watched(self.core, self, watcher), ports, loop=loop, metrics=metrics, log=log
         )
         self._bridge.attach(self.driver, self.source.taken)
+        Fiber(kernel, self.owner, self._begin, "begins")
+
+    def _outlet(self, instance_name: str) -> tuple[Any, Any]:
+        """What `runtime.outlet` builds: a sink, or transactions that stand for it too."""
+        options = self.options
+        sizes = (options.results_bytes_max, options.letters_bytes_max)
+        if options.core.transactions is None:
+            self._sink = KafkaSink(
+                SinkOptions(
+                    kafka=self._kafka(), message_bytes_max=max(sizes), batch_bytes_max=min(sizes)
+                ),
+                self._bridge,
+            )
+            return SinkPort(self._sink, results=RESULTS, letters=LETTERS), None
+        self._transactions = KafkaTransactions(
+            TransactionsOptions(
+                kafka=self._kafka(),
+                instance_name=instance_name,
+                timeout_ms=options.core.transactions.timeout_ns // MS,
+                message_bytes_max=max(sizes),
+                batch_bytes_max=min(sizes),
+            ),
+            self._bridge,
+        )
+        port = outlet._Port(
+            self._transactions, results=(RESULTS, sizes[0]), letters=(LETTERS, sizes[1])
+        )
+        return port, port
+
+    def _abort_ms(self) -> int:
+        """How much longer a rebalance callback waits: for an abort that does not end."""
+        transactions = self.options.core.transactions
+        return 0 if transactions is None else transactions.timeout_ns // MS
+
+    def _begin(self) -> None:
+        """As the runtime does: the transactional id is had before the group is joined."""
+        if self._transactions is not None:
+            try:
+                self._transactions.init()
+            except TransactionsError:
+                self.kernel.fire("start: the transactional id could not be had")
+                self.loop.closed = self.ended = True
+                return
+            self._transactions.start(self.source)
         self.source.start()
 
     def _kafka(self) -> KafkaOptions:
@@ -240,7 +291,8 @@ class Process:
         return self.consumer
 
     def make_producer(self, config: Mapping[str, Any]) -> SimProducer:
-        producer = SimProducer(self._broker, self.owner, self._doses, self._watcher, config)
+        kind = TransactionalProducer if "transactional.id" in config else SimProducer
+        producer = kind(self._broker, self.owner, self._doses, self._watcher, config)
         self._producers.append(producer)
         return producer
 
@@ -279,13 +331,20 @@ class Process:
     def _halted(self, halt: fx.Halt) -> None:
         self.halt = halt
         self._watcher.halted(self, halt)
+        if halt.at_once:
+            self.kernel.fire("halt: at once")
+            self.kernel.after(0, None, "ends at once", self.kill)
+            return
         Fiber(self.kernel, self.owner, self._close, "closing")
 
     def _close(self) -> None:
+        if self._transactions is not None:
+            self._transactions.close(LEAVE_TIMEOUT_S)
         self.source.close(LEAVE_TIMEOUT_S)
-        for producer in self._producers:
-            producer.wake_to_close()
-        self.sink.close()
+        if self._sink is not None:
+            for producer in self._producers:
+                producer.wake_to_close()
+            self._sink.close()
         for servers in self.servers.values():
             servers.close()
         self.loop.closed = True

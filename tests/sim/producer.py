@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from confluent_kafka import KafkaError
 
+from aggregator.wire.record_size import batch_bytes
 from tests.sim.broker import Broker, OutputTopic
 from tests.sim.consumer import error_of
 from tests.sim.doses import Doses
@@ -26,10 +27,7 @@ OnDelivery = Callable[[KafkaError | None, Any], None]
 class WriteObserver(Protocol):
     """Who judges what is written."""
 
-    def sent(self, owner: Owner, topic: str, token: Any, value: bytes | None) -> None: ...
-
     def landed(self, sent: Sent) -> None: ...
-    def reported(self, sent: Sent, *, durable: bool) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +61,6 @@ class SimProducer:
     """One `Producer`: a queue for each topic, batches of it, and reports in `poll`."""
 
     PARTITIONS = 3
-    OVERHEAD_BYTES = 40
 
     def __init__(
         self,
@@ -87,6 +84,8 @@ class SimProducer:
         self._scheduled: set[tuple[str, int]] = set()
         self._lands_ns: dict[tuple[str, int], int] = {}
         self._reports: deque[tuple[Sent, KafkaError | None]] = deque()
+        self._in_flight: dict[int, Sent] = {}
+        """Not yet reported, by identity."""
         self._unreported = 0
         self._queue_max = 1 << 30
         self._poller: Fiber | None = None
@@ -108,26 +107,31 @@ class SimProducer:
         headers: Headers,
     ) -> None:
         kernel = self._kernel
-        size = len(value or b"") + len(key or b"") + self.OVERHEAD_BYTES
-        size += sum(len(name) + len(content or b"") for name, content in headers)
+        size = batch_bytes(key, value, headers)
         if self._unreported and kernel.chance(self._doses.chance("producer's queue full")):
             kernel.fire("producer's queue full")
             self._nudge()
             raise BufferError
-        token = on_delivery.args[0]
+        first = on_delivery.args[0]
+        token = getattr(first, "token", first)  # a record of a transaction holds it
+        alone = self.alone or getattr(first, "alone", False)
         if size > self._client_bytes_max:
             kernel.fire("record refused by the client")
             self._nudge()
             raise error_of(KafkaError.MSG_SIZE_TOO_LARGE)
         sent = Sent(
             self._owner, topic, key, value, list(headers), token, on_delivery, kernel.now_ns, size,
-            self.alone,
+            alone,
         )  # fmt: skip
-        self._observer.sent(self._owner, topic, token, value)
         self._unreported += 1
+        self._in_flight[id(sent)] = sent
+        self._tag(sent)
         queue_key = (topic, kernel.rng.randrange(self.PARTITIONS))
         self._queues.setdefault(queue_key, deque()).append(sent)
         self._schedule(queue_key)
+
+    def _tag(self, sent: Sent) -> None:
+        """A record was taken: for those who mark theirs."""
 
     def _schedule(self, key: tuple[str, int]) -> None:
         if key not in self._scheduled:
@@ -172,7 +176,7 @@ class SimProducer:
         elif any(sent.size_bytes > topic.message_bytes_max for sent in batch):
             kernel.fire("batch with a record too large" if len(batch) > 1 else "record too large")
             self._report_at(now_ns + MS, batch, KafkaError.MSG_SIZE_TOO_LARGE)
-        elif not self.alone and self._happens("batch refused for one record"):
+        elif not batch[0].alone and self._happens("batch refused for one record"):
             error = kernel.rng.choice([KafkaError.INVALID_RECORD, KafkaError.INVALID_TIMESTAMP])
             self._report_at(now_ns + MS, batch, error)
         elif self._happens("batch refused by its topic"):
@@ -217,7 +221,9 @@ class SimProducer:
                 self._kernel.fire("reports out of order")
             self._last_report_ns = max(self._last_report_ns, batch[0].since_ns)
             failure = None if error is None else KafkaError(error)
-            self._reports.extend((sent, failure) for sent in batch)
+            for sent in batch:
+                if self._in_flight.pop(id(sent), None) is not None:
+                    self._reports.append((sent, failure))
             self._wake()
 
         self._kernel.at(at_ns, self._owner, "batch reported", report)
@@ -244,13 +250,16 @@ class SimProducer:
             self._poller.wait(int(timeout * SECOND) if awaited else None)
             self._poller = None
         self._nudged = False
+        return self._serve(self._kernel.rng.choice([1, 10, 1000]))
+
+    def _serve(self, most: int) -> int:
+        """Hand reports out."""
         count = 0
-        most = self._kernel.rng.choice([1, 10, 1000])
         while self._reports and count < most:
             sent, error = self._reports.popleft()
+            self._in_flight.pop(id(sent), None)
             self._unreported -= 1
             count += 1
-            self._observer.reported(sent, durable=error is None)
             sent.on_delivery(error, _Delivered(sent.topic))
         return count
 
@@ -258,4 +267,6 @@ class SimProducer:
         """Give up what has not been sent; what is in flight may land all the same."""
         for queue in self._queues.values():
             while queue:
-                self._reports.append((queue.popleft(), KafkaError(KafkaError._PURGE_QUEUE)))
+                sent = queue.popleft()
+                self._in_flight.pop(id(sent), None)
+                self._reports.append((sent, KafkaError(KafkaError._PURGE_QUEUE)))

@@ -1,9 +1,9 @@
 """What the real adapters find in place of threads, queues, clocks and Kafka's clients.
 
 `installed(kernel)` puts these into the modules `kafka_source`, `kafka_sink`, `kafka_commits`,
-`server_stream` and `bridge` for the length of a run, so that their code runs unchanged in virtual
-time. Each
-finds out by the kernel's `owner` whose process calls. It must not decide anything.
+`kafka_transactions`, `server_stream` and `bridge` for the length of a run, so that their code runs
+unchanged in virtual time. Each finds out by the kernel's `owner` whose process calls. It must not
+decide anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from aggregator.adapters import kafka_commits, kafka_sink, kafka_source, server_stream
+from aggregator.adapters import (
+    kafka_commits,
+    kafka_sink,
+    kafka_source,
+    kafka_transactions,
+    server_stream,
+)
 from aggregator.runtime import bridge
 from tests.sim.kernel import SECOND, Fiber, Kernel, Owner
 
@@ -38,6 +44,9 @@ class SimTime:
 
     def monotonic_ns(self) -> int:
         return self._owner().monotonic_ns()
+
+    def sleep(self, seconds: float) -> None:
+        self._kernel.fiber().wait(int(seconds * SECOND))
 
     def time_ns(self) -> int:
         return self._owner().wall_ms() * 1_000_000
@@ -69,6 +78,63 @@ class SimThread:
             self._fiber.join(self._kernel.fiber(), timeout_ns)
 
 
+class SimEvent:
+    """`threading.Event`, of which one waits at a time."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._set = False
+        self._waiter: Fiber | None = None
+
+    def set(self) -> None:
+        self._set = True
+        if self._waiter is not None:
+            self._waiter.wake()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._set:
+            self._waiter = self._kernel.fiber()
+            self._waiter.wait(None if timeout is None else int(timeout * SECOND))
+            self._waiter = None
+        return self._set
+
+
+class SimLock:
+    """`threading.Lock`."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._held = False
+        self._waiters: deque[Fiber] = deque()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        if self._held:
+            fiber = self._kernel.fiber()
+            self._waiters.append(fiber)
+            fiber.wait(None if timeout < 0 else int(timeout * SECOND))
+            if fiber in self._waiters:
+                self._waiters.remove(fiber)
+        if self._held:
+            return False
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        self._held = False
+        if self._waiters:
+            self._waiters.popleft().wake()
+
+    def __enter__(self) -> None:
+        while not self.acquire():
+            pass
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class SimCondition:
     """`threading.Condition`, of which the sink uses one side only in a simulation."""
 
@@ -89,6 +155,12 @@ class SimThreading:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
+
+    def Event(self) -> SimEvent:  # noqa: N802 (its name)
+        return SimEvent(self._kernel)
+
+    def Lock(self) -> SimLock:  # noqa: N802 (its name)
+        return SimLock(self._kernel)
 
     def Thread(self, *, target: Callable[[], None], name: str, daemon: bool) -> SimThread:  # noqa: N802 (its name)
         owner = self._kernel.owner
@@ -251,6 +323,10 @@ def installed(
         (kafka_sink, "time", sim_time),
         (kafka_sink, "threading", threading),
         (kafka_sink, "Producer", producer),
+        (kafka_transactions, "time", sim_time),
+        (kafka_transactions, "threading", threading),
+        (kafka_transactions, "queue", SimQueueModule(kernel)),
+        (kafka_transactions, "Producer", producer),
         (bridge, "time", sim_time),
         (server_stream, "asyncio", SimAsyncio(loop_of)),
     ]

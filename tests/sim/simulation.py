@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TextIO
 
 from confluent_kafka import TIMESTAMP_CREATE_TIME, Message
@@ -20,6 +21,7 @@ from confluent_kafka import TIMESTAMP_CREATE_TIME, Message
 from aggregator.core.dispatch import DispatchOptions
 from aggregator.core.machine import AggregatorOptions
 from aggregator.core.query import TopicPartition
+from aggregator.core.transactions import TransactionOptions
 from aggregator.wire.headers import HeaderRules
 from aggregator.wire.query import DecodeOptions
 from model_server.core.limits import Limits
@@ -33,12 +35,15 @@ from tests.sim.process import Process, ProcessOptions
 from tests.sim.records import DEFAULT_TTL_MS, Record, Sizes, make
 from tests.sim.servers import ModelServer, ServerOptions
 from tests.sim.shims import installed
+from tests.sim.transactions import TransactionLog
 
 MODEL = "model"
 HEAL_NS = 150 * SECOND
 SLICE_NS = 50 * MS
 LOOK_UP_NS = SECOND // 2
 PLAIN = "plain"
+EXACTLY_ONCE = 0.35
+"""Part of the seeds that deliver so; the others deliver at least once."""
 
 
 @dataclass(slots=True)
@@ -84,6 +89,8 @@ class Simulation:
             buffer_max=core.buffer_bytes_max,
         )
         self.broker.observer = self.checks
+        self.broker.transactions = TransactionLog(kernel, self.broker, self.checks)
+        self.checks.exactly_once = core.transactions is not None
         if core.models[MODEL].revision is not None:
             self.checks.revision_pinned = core.models[MODEL].revision
         self.servers = self._make_servers(rng)
@@ -134,6 +141,7 @@ class Simulation:
         self._names += 1
         process = Process(
             f"A{self._names}",
+            self._free_name(),
             kernel=self.kernel,
             broker=self.broker,
             doses=self.doses,
@@ -142,6 +150,11 @@ class Simulation:
         )
         self.processes.append(process)
         process.found(MODEL, self.found)
+
+    def _free_name(self) -> str:
+        """An instance name that no living process has: a restart gets its predecessor's."""
+        taken = {process.instance_name for process in self.living()}
+        return next(name for number in count(1) if (name := f"instance-{number}") not in taken)
 
     def look_up(self) -> None:
         for process in self.living():
@@ -306,6 +319,11 @@ def _options(rng: random.Random, sizes: Sizes) -> ProcessOptions:
         answer_grace_ns=rng.choice([100, 500]) * MS,
         stream_silence_ns_max=7 * SECOND,
     )
+    exactly_once = None
+    if rng.random() < EXACTLY_ONCE:
+        exactly_once = TransactionOptions(
+            timeout_ns=rng.choice([800, 2500]) * MS, records_max=rng.choice([5, 60, 1000])
+        )
     core = AggregatorOptions(
         models={MODEL: dispatch},
         window_records_max=window,
@@ -314,6 +332,7 @@ def _options(rng: random.Random, sizes: Sizes) -> ProcessOptions:
         revoke_deadline_ns=rng.choice([50, 300, 1500]) * MS,
         drain_deadline_ns=rng.choice([200, 1000, 4000]) * MS,
         sink_outage_ns_max=6 * SECOND,
+        transactions=exactly_once,
     )
     decode = DecodeOptions(
         models=frozenset({MODEL}),
