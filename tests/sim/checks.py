@@ -464,7 +464,7 @@ class Checks:
         due_ns = process.options.core.revoke_deadline_ns
         for epochs in watch.revoking.values():
             for epoch in epochs:
-                if epoch.tp in tps:
+                if epoch.tp in tps and not epoch.over:
                     self._kernel.fire("revoke: the source gave up waiting")
                     if waited_ns < due_ns and process.halt is None:
                         self.violated(4, f"a revoke of {tps} did not wait for the core")

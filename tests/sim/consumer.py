@@ -172,9 +172,11 @@ class SimConsumer:
             for tp in callback.tps:
                 self._start_fetching(tp)
         elif callback.kind == "revoke":
-            began_ns = self.owner.monotonic_ns()
+            began_ns = self._kernel.now_ns, self.owner.monotonic_ns()
             self._on_revoke(self, partitions)
-            waited_ns = self.owner.monotonic_ns() - began_ns  # by its own clock, which may leap
+            # Its own clock may stand still, and leap: the wait was as long as either says.
+            ended_ns = self._kernel.now_ns, self.owner.monotonic_ns()
+            waited_ns = max(ended_ns[0] - began_ns[0], ended_ns[1] - began_ns[1])
             self._broker.observer.revoke_returned(self.owner.process, callback.tps, waited_ns)
             self._unassign(callback.tps)
         else:

@@ -208,9 +208,13 @@ class ModelServer:
         for claim_id, dispatch in connection.claims.items():
             if answers_arrive and claim_id in connection.answered:
                 continue
-            self._truth.hit(dispatch.queries, "lost")
-            if dispatch.exclusive and len(dispatch.queries) == 1:
-                self._truth.alone_hit(dispatch.queries[0])
+            self.note_unsent(dispatch)
+
+    def note_unsent(self, dispatch: Dispatch) -> None:
+        """It is lost: to its client it may have been in a pass."""
+        self._truth.hit(dispatch.queries, "lost")
+        if dispatch.exclusive and len(dispatch.queries) == 1:
+            self._truth.alone_hit(dispatch.queries[0])
 
     def arrived(self, connection: Connection, request: pb.EmbedStreamRequest) -> None:
         """A request was read: check, tokenize, schedule."""

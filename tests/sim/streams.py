@@ -170,6 +170,8 @@ class SimStream(ServerStream):
         request = build_request(claim.dispatch, self.owner.monotonic_ns())
         if connection.open:
             connection.to_server(request, claim.dispatch)
+        else:
+            connection.server.note_unsent(claim.dispatch)
         self._write_soon()
 
     def close(self) -> None:
