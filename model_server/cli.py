@@ -272,9 +272,9 @@ def _profile(
         )
     except HubError as error:
         raise click.ClickException(str(error)) from error
-    show(measured, options, console)
     if store and cache_dir is not None:
         keep(measured, cache_dir, console)
+    show(measured, options, console)
 
 
 @main.command(epilog=EXAMPLES_EMBED)

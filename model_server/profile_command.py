@@ -26,7 +26,7 @@ from model_server.profiling.flops import (
 )
 from model_server.profiling.measure import CurveMeter, MeasureOptions, Progress
 from model_server.profiling.mix import PassMaker
-from model_server.profiling.plots import PlotsUnavailableError, draw_plots
+from model_server.profiling.plots import PlotsUnavailableError, check_plots, draw_plots
 from model_server.profiling.profile import Profile, ProfileError, as_json, from_json
 from model_server.profiling.report import show_profile
 from model_server.profiling.store import profile_key, save_profile
@@ -65,9 +65,12 @@ def measure_profile(
     """Load, measure, hold against the peak; `folder` is the model's, None where there is none.
 
     Raises:
-        ProfileCommandError: the engine can't be loaded, or a pass failed.
+        ProfileCommandError: the engine can't be loaded, a pass failed, or plots are asked for and
+            there is nothing to draw with.
     """
     try:
+        if options.plots_folder is not None:
+            check_plots()
         engine = load()
         try:
             measured, maker = _measured(engine, settings, options, console)

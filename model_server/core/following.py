@@ -53,7 +53,8 @@ _WEIGHT_MAX = 10
 class FollowOptions:
     """The profile that the target is bound to: its curve, its target, and the range it measured.
 
-    `profile_free` is the target that it would have had without `pass_ms_max`.
+    `profile_free` is the target that it would have had without `pass_ms_max`. The target stays
+    within `bound_ratio` times the profile's and the same part of it.
     """
 
     target: TargetOptions
@@ -62,6 +63,7 @@ class FollowOptions:
     profile_free: int
     tokens_min: int
     tokens_max: int
+    bound_ratio: float = BOUND_RATIO
 
 
 class TargetFollower:
@@ -125,11 +127,11 @@ class TargetFollower:
         return Target(tokens=self._free, rule=TargetRule.THROUGHPUT)
 
     def _bounded(self, implied: Target, tokens_max: int) -> int:
-        profile = self._options.profile_target
-        wanted = min(implied.tokens, int(profile * BOUND_RATIO), tokens_max)
+        profile, ratio = self._options.profile_target, self._options.bound_ratio
+        wanted = min(implied.tokens, int(profile * ratio), tokens_max)
         if implied.rule is TargetRule.LIMIT:
             return max(1, wanted)
-        return min(max(wanted, math.ceil(profile / BOUND_RATIO)), tokens_max)
+        return min(max(wanted, math.ceil(profile / ratio)), tokens_max)
 
     def _move(self, target: int, wanted: int) -> int | None:
         """The next step towards what is wanted, once that has been so for long enough."""
@@ -143,7 +145,7 @@ class TargetFollower:
             if not self._moving:
                 return None
         lowest = math.ceil(target * (1 - STEP_RATIO))
-        highest = int(target * (1 + STEP_RATIO))
+        highest = max(int(target * (1 + STEP_RATIO)), target + 1)
         moved = min(max(wanted, lowest), highest)
         if moved in (wanted, target):
             self._differing, self._moving = 0, False

@@ -24,6 +24,17 @@ class PlotsUnavailableError(Exception):
     """There is nothing to draw with; the message is one line."""
 
 
+def check_plots() -> None:
+    """Raise PlotsUnavailableError where there is nothing to draw with: ask before measuring."""
+    try:
+        import matplotlib.figure  # noqa: F401, PLC0415 - an extra
+    except ImportError as error:
+        raise PlotsUnavailableError(
+            "plots need the extra 'plots' (pip install '.[plots]' where the project is checked "
+            f"out): {error}"
+        ) from error
+
+
 def draw_plots(profile: Profile, folder: Path) -> list[Path]:
     """Draw what is known into PNG files of a folder, made if need be; returns them.
 
@@ -33,12 +44,9 @@ def draw_plots(profile: Profile, folder: Path) -> list[Path]:
         PlotsUnavailableError: matplotlib is not installed.
         OSError: the folder can't be written.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise PlotsUnavailableError(
-            f"plots need the extra 'plots' (pip install 'token-batching[plots]'): {error}"
-        ) from error
+    check_plots()
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+
     folder.mkdir(parents=True, exist_ok=True)
     curve = profile.read()
     drawn = []

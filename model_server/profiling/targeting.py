@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model_server.core.following import FollowOptions
+from model_server.core.following import BOUND_RATIO, FollowOptions
 from model_server.core.saturation import (
     Measured,
     Saturation,
     TargetOptions,
+    TargetRule,
     TargetSource,
     choose_target,
     saturation,
@@ -36,6 +37,12 @@ TOKENS_MAX = 65_536
 """No profile goes beyond it."""
 STOP_RATIO = 2.0
 """A quick profile's range ends behind a pass of so many times `pass_ms_max`."""
+QUICK_TARGET_MIN = 64
+"""A quick profile that says less is not believed, unless passes would take too long: beside other
+work a few slow passes make it say anything, and below this a server sees too few octaves of sizes
+to follow the machine back up."""
+QUICK_BOUND_RATIO = 4.0
+"""How far the target may follow the machine from a quick profile, up and down."""
 _SEED = 20_261_130
 
 
@@ -95,7 +102,11 @@ class TargetFinder:
         if measured is None:
             return None
         curve = saturation(measured, self._options.target, splitmix(_SEED))
-        tokens = min(curve.target.tokens, self._options.tokens_max or TOKENS_MAX)
+        quick = source is TargetSource.QUICK_PROFILE
+        tokens = curve.target.tokens
+        if quick and curve.target.rule is not TargetRule.LIMIT:
+            tokens = max(tokens, min(QUICK_TARGET_MIN, self._affordable(curve)))
+        tokens = min(tokens, self._options.tokens_max or TOKENS_MAX)
         self._log.info(
             "target chosen",
             batch_tokens_target=tokens,
@@ -108,13 +119,23 @@ class TargetFinder:
             fixed_ms=round(curve.fit.fixed_ms, 3),
             slope_us_per_token=round(curve.fit.slope_ms * 1e3, 3),
         )
-        follow = follow_options(curve, self._options.target, tokens)
+        follow = follow_options(
+            curve,
+            self._options.target,
+            tokens,
+            bound_ratio=QUICK_BOUND_RATIO if quick else BOUND_RATIO,
+        )
         return FoundTarget(
             tokens=tokens,
             source=source,
             curve=curve,
             follow=follow if self._options.follow else None,
         )
+
+    def _affordable(self, curve: Saturation) -> int:
+        """The largest measured pass of at most `pass_ms_max`; 0: none is."""
+        limit_ms = self._options.target.pass_ms_max
+        return int(max((p.tokens for p in curve.points if p.pass_ms <= limit_ms), default=0))
 
     def _measured(self, engine: Engine, key: ProfileKey) -> Measured | None:
         """A quick profile, measured once in this process; None: it could not be had."""
@@ -135,7 +156,9 @@ class TargetFinder:
         return self._quick.get(remembered)
 
 
-def follow_options(curve: Saturation, target: TargetOptions, tokens: int) -> FollowOptions:
+def follow_options(
+    curve: Saturation, target: TargetOptions, tokens: int, *, bound_ratio: float = BOUND_RATIO
+) -> FollowOptions:
     """What the scheduler needs of a profile to follow the machine from it."""
     flat_ms = curve.fit.flat_ms if curve.knee_tokens is not None else None
     free = choose_target(curve.points, replace(target, pass_ms_max=math.inf), flat_ms=flat_ms)
@@ -145,7 +168,8 @@ def follow_options(curve: Saturation, target: TargetOptions, tokens: int) -> Fol
         profile_target=tokens,
         profile_free=max(tokens, free.tokens),
         tokens_min=int(curve.points[0].tokens),
-        tokens_max=int(curve.points[-1].tokens),
+        tokens_max=max(tokens, int(curve.points[-1].tokens)),
+        bound_ratio=bound_ratio,
     )
 
 

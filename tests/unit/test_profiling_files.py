@@ -30,7 +30,12 @@ from model_server.profiling.store import (
     stored_profile,
     this_machine,
 )
-from model_server.profiling.targeting import TargetFinder, TargetingOptions
+from model_server.profiling.targeting import (
+    QUICK_BOUND_RATIO,
+    QUICK_TARGET_MIN,
+    TargetFinder,
+    TargetingOptions,
+)
 from tests.contract.tiny_models import ARCHITECTURES
 
 SIZES = tuple(round(8 * 2 ** (i / 2)) for i in range(19))
@@ -313,6 +318,32 @@ def test_without_one_a_quick_profile_is_made_once(tmp_path: Path) -> None:
     assert again.tokens == found.tokens
     assert engine.passes == passes
     assert list(tmp_path.iterdir()) == []
+
+
+class DisturbedEngine(VirtualEngine):
+    """Other work made all but its smallest passes slow while it was measured."""
+
+    def embed(self, inputs: Any) -> Any:
+        tokens = sum(len(one.ids) for one in inputs)
+        self.slope_us = 0.0
+        self.now_ns += 0 if tokens <= 16 else 55_000_000 if tokens <= 64 else 500_000_000
+        return super().embed(inputs)
+
+
+def test_a_quick_profile_that_says_next_to_nothing_is_not_believed() -> None:
+    engine, log = DisturbedEngine(), Silent()
+    found = finder(engine, log).find(engine)
+    assert found is not None
+    assert found.curve.target.tokens == 16
+    assert found.tokens == QUICK_TARGET_MIN
+    follow = found.follow
+    assert follow is not None
+    assert (follow.profile_target, follow.bound_ratio) == (QUICK_TARGET_MIN, QUICK_BOUND_RATIO)
+    # Where passes of that size take too long they are not asked for either.
+    slow = DisturbedEngine()
+    limited = finder(slow, target=TargetOptions(pass_ms_max=50.0)).find(slow)
+    assert limited is not None
+    assert limited.tokens == 16
 
 
 def test_a_start_may_be_told_not_to_measure() -> None:

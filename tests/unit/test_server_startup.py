@@ -161,7 +161,7 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(
         return found
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(EngineUnavailableError, match=rf"token-batching\[{engine}\]") as raised:
+    with pytest.raises(EngineUnavailableError, match=rf"the extra .{engine}.") as raised:
         create_engine(settings(engine=engine, model="m"), Path("m"))
     assert (found or "not installed") in str(raised.value)
 
