@@ -19,6 +19,7 @@ from tests.chaos.arena import Arena, Fleet, FleetOptions, say
 from tests.chaos.fleets import DELIVERIES, fleets
 from tests.chaos.mayhem import Mayhem
 from tests.chaos.report import finish
+from tests.chaos.traffic import ENDING, end_on_sigterm
 
 
 def run(options: list[FleetOptions], seed: int, rounds: int, mayhem_s: float) -> bool:
@@ -65,9 +66,12 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=100.0, help="queries a second and group")
     parser.add_argument("--delivery", choices=DELIVERIES, default=DELIVERIES[0])
     options = parser.parse_args()
+    end_on_sigterm()
     first = options.seed or secrets.randbelow(2**31)
     good = 0
     for seed in range(first, first + options.runs):
+        if ENDING.is_set():
+            break
         groups = fleets([options.delivery], seed=seed, rate=options.rate)
         good += run(groups, seed, options.rounds, options.mayhem)
     say("end", f"{good} of {options.runs} runs without a violation")

@@ -24,6 +24,7 @@ from tests.chaos.arena import Arena, say
 from tests.chaos.fleets import DELIVERIES, fleets
 from tests.chaos.mayhem import Mayhem
 from tests.chaos.report import finish
+from tests.chaos.traffic import end_on_sigterm
 
 STRETCH_S = 60.0
 MEBIBYTE = 1024 * 1024
@@ -87,6 +88,7 @@ def main() -> int:
     parser.add_argument("--delivery", choices=DELIVERIES, default=DELIVERIES[0])
     parser.add_argument("--rss", type=Path, help="write all samples there, as CSV")
     options = parser.parse_args()
+    end_on_sigterm()
     seed = options.seed or secrets.randbelow(2**31)
     say("soak", f"seed {seed}, {options.minutes:g} minutes")
     started = time.monotonic()

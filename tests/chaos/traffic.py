@@ -7,6 +7,7 @@ of the broker are ridden out. What fails in a thread is raised by the next call.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import deque
@@ -22,10 +23,17 @@ TICK_S = 0.02
 SNAPSHOT_S = 0.15
 OWED_S_MAX = 1.0
 """What a stalled sender makes up for."""
+ENDING = threading.Event()
+"""This process was told to end: nothing is waited for any more."""
 
 
 class TrafficError(AssertionError):
     """Something did not come in time."""
+
+
+def end_on_sigterm() -> None:
+    """Have SIGTERM end a run as a failure does, so that no process is left behind."""
+    signal.signal(signal.SIGTERM, lambda _number, _frame: ENDING.set())
 
 
 class Traffic:
@@ -101,7 +109,9 @@ class Traffic:
             time.sleep(0.05)
 
     def check(self) -> None:
-        """Raise what failed in a thread."""
+        """Raise what failed in a thread, or that all is to end."""
+        if ENDING.is_set():
+            raise TrafficError("told to end")
         if self._failure is not None:
             raise TrafficError(f"the ledger failed: {self._failure!r}") from self._failure
 
