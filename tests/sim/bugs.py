@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import click
 
-from tests.sim.mutants import MUTANTS, Mutant, planted
+from tests.sim.mutants import MUTANTS, RARE, Mutant, planted
 from tests.sim.simulation import Outcome, run_seed
 
 SEEDS_MAX = 600
@@ -47,11 +47,12 @@ def hunt(mutant: Mutant, *, first: int, seeds_max: int) -> Caught:
 @click.option("--first", default=0, help="The first seed.")
 @click.option("--seeds", default=SEEDS_MAX, help="How many a bug may take at most.")
 @click.option("--only", default="", help="Those alone whose names hold this.")
-def main(first: int, seeds: int, only: str) -> None:
+@click.option("--rare", is_flag=True, help="Those that take thousands of seeds instead.")
+def main(first: int, seeds: int, only: str, rare: bool) -> None:
     """Plant each bug in turn; fail if one goes unnoticed."""
     started_s = time.monotonic()
     caught: list[Caught] = []
-    for mutant in [mutant for mutant in MUTANTS if only in mutant.name]:
+    for mutant in [each for each in (RARE if rare else MUTANTS) if only in each.name]:
         found = hunt(mutant, first=first, seeds_max=seeds)
         caught.append(found)
         what = found.outcome.violation if found.outcome is not None else "UNNOTICED"

@@ -154,7 +154,9 @@ class Checks:
         if complaint is not None:
             self.violated(complaint[0], f"{record.name} {complaint[1]}; {dict(record.hits)}")
         if record.results:
-            self._again(record, landed)
+            process = sent.owner.process
+            has = process.source._epochs.get(tp) if isinstance(process, Process) else None
+            self._again(record, landed, owned=has == query.epoch)
         record.results.append(landed)
         self._kernel.fire(f"end: {reason}")
 
@@ -177,7 +179,7 @@ class Checks:
         if len(revisions) > 1:
             self.violated(7, f"{sent.owner.name} has published vectors of {sorted(revisions)}")
 
-    def _again(self, record: Record, landed: Landed) -> None:
+    def _again(self, record: Record, landed: Landed, *, owned: bool) -> None:
         tp = record.tp
         if self.exactly_once:
             self.violated(10, f"{record.name} has two committed results")
@@ -186,12 +188,14 @@ class Checks:
             return
         self.duplicates += 1
         self._doubled[tp] += 1
-        live = sum(
-            self._window_max + self._poll_max
+        # Epochs that go on, but for one that the consumer still has: they were cut off already, and
+        # their cores will hear of it.
+        going_on = sum(
+            (epoch := watch.epochs.get(tp)) is not None
+            and not (owned and (epoch.process, epoch.number) == (landed.process, landed.epoch))
             for watch in self._watches.values()
-            if (epoch := watch.epochs.get(tp)) is not None
-            and (epoch.process, epoch.number) != (landed.process, landed.epoch)
         )
+        live = going_on * (self._window_max + self._poll_max)
         if self._doubled[tp] > self._budget[tp] + live:
             self.violated(3, f"{self._doubled[tp]} results of {tp} are doubled")
 

@@ -447,8 +447,8 @@ R, S, C, H = replies.Replies, kafka_source.KafkaSource, kafka_commits.Commits, i
 _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
     # Name, guarantees, and what is replaced by what.
     ("retries are lost", (0, 1), W, "_delay", _lose_retries),
-    ("an abandoned query goes on", (1, 4, 5), A, "_forget", _forget_nothing),
-    ("late answers of an old claim count", (1,), R, "_vectors", _answers_of_others),
+    ("an abandoned query goes on", (0, 1, 4, 5), A, "_forget", _forget_nothing),
+    ("late answers of an old claim count", (0, 1), R, "_vectors", _answers_of_others),
     ("expired a second too soon", (1,), W, "expire", _expired_at_once),
     (
         "the highest offset is committed (arroyo)",
@@ -504,19 +504,16 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
     ("partitions are not resumed", (0,), A, "_pause_and_resume", _never_resume),
     ("bytes are given back twice", (5,), A, "_writes_durable", _bytes_given_back_twice),
     ("passes above the maximum", (5,), passes.Passes, "_waiting", _pass_over_target),
-    ("whoever is left of a pass is blamed", (6,), H, "raised", _blame_left_over),
     ("mates are blamed", (6,), H, "raised", _blame_all),
     ("all that died together are convicted", (6,), retry, "judge", _convict_at_first),
     ("poison is tried for ever", (0,), retry, "judge", _acquit_always),
     ("one bad answer ends a query", (6,), W, "bad_answer", _give_up_too_soon),
     ("answers are not checked for count", (0, 1, 6), replies, "_fault", _unchecked),
     ("vectors are not checked for finiteness", (7,), rpc, "_check_finite", _any_length),
-    ("a server is busy for as long as it says", (0,), rpc, "_BUSY_MS_MAX", 1e9),
-    ("a tick that comes late is the last", (0,), Server, "presumed_idle_at_ns", _wakes_nobody),
     ("revisions are mixed", (7,), dispatch.Dispatcher, "_accepts", _any_revision),
     ("rows are counted among those kept", (7,), R, "_vectors", _mates_vector),
     ("a drain ends as a failure", (8,), A, "_halt", _fails_when_drained),
-    ("the drain has no deadline", (8,), A, "_stop_requested", _never_gives_up_draining),
+    ("the drain has no deadline", (3, 8), A, "_stop_requested", _never_gives_up_draining),
     ("dead letters that fail are dropped (arroyo)", (0, 1, 2), D, "record_failed", _drop_letters),
     ("a batch's fault is believed of each record", (6,), D, "record_failed", _believe_batches),
     ("a transaction holds no prefix", (10, 1, 2), transactions, "_prefix", _no_prefix),
@@ -527,4 +524,11 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
     ("the first fault of a topic ends the process", (9,), D, "_outage", _give_up_outage),
     ("held records are sent at each probe", (1,), D, "_probe", _resend_before_report),
 )
+_RARE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
+    # What simulation has found, at one seed in a thousand or so; each has a unit test.
+    ("whoever is left of a pass is blamed", (6,), H, "raised", _blame_left_over),
+    ("a server is busy for as long as it says", (0,), rpc, "_BUSY_MS_MAX", 1e9),
+    ("a tick that comes late is the last", (0,), Server, "presumed_idle_at_ns", _wakes_nobody),
+)
 MUTANTS: tuple[Mutant, ...] = tuple(Mutant(*row) for row in _TABLE)
+RARE: tuple[Mutant, ...] = tuple(Mutant(*row) for row in _RARE)
