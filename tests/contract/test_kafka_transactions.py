@@ -218,7 +218,7 @@ def test_the_broker_counts_as_we_do_to_the_byte(broker_world: World) -> None:
 
 def test_a_missing_topic_is_the_topics_fault(world: World) -> None:
     queries, source, told = member(world)
-    transactions, ended = world.transactions(source, timeout_ms=2_000)
+    transactions, ended = world.transactions(source, timeout_ms=6_000)
     records = records_of("no-such-topic", [b"v"])
     transactions.commit(1, records, offsets_of(told, {(queries, 0): 5}))
     ended.wait(lambda: ended.answer(1))
