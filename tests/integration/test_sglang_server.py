@@ -34,10 +34,7 @@ from tests.harness.processes import CommandProcess, free_port
 pytestmark = pytest.mark.timeout(900)
 MODEL = "simulated"  # what the harness's streams ask for
 START_S = 240.0
-LONG = "word " * 400
-"""Cut at the model's maximum."""
-LONG_INPUTS = 60
-"""A pass of 15,360 tokens: seconds on a CPU."""
+HELD_INPUTS = 60
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -73,6 +70,12 @@ class Server:
         (child,) = children(self.process.process.pid)
         return child
 
+    @property
+    def scheduler(self) -> int:
+        """SGLang's process that runs the passes."""
+        (scheduler,) = named(self.engine, "sglang::schedul")
+        return scheduler
+
     async def health(self) -> int:
         async with self.channel() as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -96,7 +99,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
             "MODEL_SERVER_BATCH_TOKENS_TARGET": "16384",
             "MODEL_SERVER_BATCH_TOKENS_MAX": "16384",
             "MODEL_SERVER_CACHE_DIR": str(tmp_path),
-            # A busy machine takes long for such a pass.
             "MODEL_SERVER_DRAIN_DEADLINE_MS": "300000",
             "MODEL_SERVER_PASS_TIMEOUT_MS": "300000",
         },
@@ -127,44 +129,53 @@ async def passes_are_counted(server: Server) -> None:
     assert counted == (1, 300, tokens)
 
 
-def long_input() -> pb.Input:
-    return pb.Input(text=LONG, truncate=True)
+@contextlib.asynccontextmanager
+async def a_pass_held(stream: Stream, scheduler: int) -> AsyncIterator[int]:
+    """Start a pass that does not end before the block does; gives its request.
 
-
-async def a_long_pass(stream: Stream) -> int:
-    """Start one; returns its request."""
-    request_id = await stream.send(*(long_input() for _ in range(LONG_INPUTS)))
-    await stream.until_running(request_id)
-    return request_id
+    However quick the machine is: its scheduler stands still.
+    """
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        request_id = await stream.send(*("word " * (1 + i) for i in range(HELD_INPUTS)))
+        await stream.until_running(request_id)
+        yield request_id
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # killed in the block
+            os.kill(scheduler, signal.SIGCONT)
 
 
 async def a_cancelled_request_does_not_run(server: Server) -> None:
     seen = len(server.process.lines)
     async with server.stream() as stream:
-        running = await a_long_pass(stream)
-        async with server.stream() as leaving:
-            await leaving.send("never run")
-            while not leaving.states[-1].queued_tokens:
-                assert await leaving.read() is not None
+        async with a_pass_held(stream, server.scheduler) as running:
+            async with server.stream() as leaving:
+                await leaving.send("never run")
+                while not leaving.states[-1].queued_tokens:
+                    assert await leaving.read() is not None
+            stream.states.clear()
+            while not stream.states or stream.states[-1].queued_tokens:
+                assert await stream.read() is not None
         await stream.answers(running)
         async with server.channel() as channel:
             await stub_of(channel).Embed(pb.EmbedRequest(inputs=[pb.Input(text="after it")]))
     server.process.wait_for(lambda line: line.get("inputs") == 1, after=seen)
     passes = [line for line in server.process.lines[seen:] if line.get("event") == "pass"]
-    assert [line["inputs"] for line in passes] == [LONG_INPUTS, 1]
+    assert [line["inputs"] for line in passes] == [HELD_INPUTS, 1]
 
 
 async def a_killed_scheduler_is_told_of_and_another_follows(server: Server) -> None:
     seen = len(server.process.lines)
-    group = server.engine
-    (scheduler,) = named(group, "sglang::schedul")
+    group, scheduler = server.engine, server.scheduler
     async with server.stream() as stream:
-        dying = await a_long_pass(stream)
-        waiting = await stream.send("not in that pass")
-        os.kill(scheduler, signal.SIGKILL)
+        async with a_pass_held(stream, scheduler) as dying:
+            waiting = await stream.send("not in that pass")
+            while not stream.states[-1].queued_tokens:
+                assert await stream.read() is not None
+            os.kill(scheduler, signal.SIGKILL)
         answers = await stream.answers(dying, waiting)
         errors = [error for answer in answers[dying] for error in answer.errors]
-        assert len(errors) == LONG_INPUTS
+        assert len(errors) == HELD_INPUTS
         assert {reasons(error.status)[0] for error in errors} == {"ENGINE_DIED"}
         assert f"process {scheduler} ended with -9" in errors[0].status.message
         assert reasons(answers[waiting][-1].status)[0] == "NOT_STARTED"
@@ -189,13 +200,15 @@ async def a_signal_lets_the_pass_finish(server: Server) -> None:
     """Sent to every process, as a service manager does."""
     group = server.engine
     async with server.stream() as stream:
-        running = await a_long_pass(stream)
-        for pid in (*group_members(group), server.process.process.pid):
-            os.kill(pid, signal.SIGTERM)
+        async with a_pass_held(stream, server.scheduler) as running:
+            for pid in (*group_members(group), server.process.process.pid):
+                os.kill(pid, signal.SIGTERM)
+            while not stream.states[-1].draining:
+                assert await stream.read() is not None
         answers = (await stream.answers(running))[running]
         assert not [reasons(error.status) for answer in answers for error in answer.errors]
         vectors = [group.embeddings for answer in answers for group in answer.groups]
-        assert np.isfinite(np.frombuffer(b"".join(vectors), "<f4")).sum() == LONG_INPUTS * 384
+        assert np.isfinite(np.frombuffer(b"".join(vectors), "<f4")).sum() == HELD_INPUTS * 384
         await stream.end()
     assert server.process.wait() == 0
     await eventually(lambda: not group_members(group))
