@@ -8,34 +8,27 @@ nothing of models or attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from model_server.engines.model_folder import PoolingSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segments:
-    """Where the texts lie in a pass's tokens, in the order of the pass."""
-
-    lengths: torch.Tensor
-    """[texts] int64."""
-    prompt_tokens: torch.Tensor | None = None
-    """[texts] int64: leading tokens left out of pooling; None: none are."""
-
-
-def pool(hidden: torch.Tensor, segments: Segments, spec: PoolingSpec) -> torch.Tensor:
+def pool(
+    hidden: torch.Tensor, lengths: torch.Tensor, spec: PoolingSpec, prompt_tokens: Sequence[int]
+) -> torch.Tensor:
     """Pool `hidden` [tokens, size] to float32 [texts, size x modes].
 
-    Each text must keep at least one token beyond its prompt.
+    `lengths` [texts] int64, on the same device, in the order of the pass. `prompt_tokens`, one a
+    text: how many leading tokens are its prompt's. A model that does not pool them must be left at
+    least one token beyond.
     """
-    lengths = segments.lengths
     starts = torch.cumsum(lengths, dim=0) - lengths
     hidden = hidden.float()
     kept, kept_lengths, first = hidden, lengths, torch.zeros_like(lengths)
-    if segments.prompt_tokens is not None:
-        first = segments.prompt_tokens
+    if not spec.include_prompt and any(prompt_tokens):
+        first = torch.tensor(prompt_tokens, device=hidden.device)
         position = _positions(lengths, starts)
         kept = hidden[position >= torch.repeat_interleave(first, lengths)]
         kept_lengths = lengths - first

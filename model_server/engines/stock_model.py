@@ -15,7 +15,7 @@ import torch
 from model_server.engines.base import Tokens, Vectors
 from model_server.engines.model_folder import ModelFolder, ModelRefusedError
 from model_server.engines.modules import Tail
-from model_server.engines.pooling import Segments, pool
+from model_server.engines.pooling import pool
 
 
 class StockModel:
@@ -29,6 +29,7 @@ class StockModel:
 
     @torch.inference_mode()
     def embed(self, one: Tokens) -> Vectors:
+        """Its vector, float32 [1, dimensions]."""
         ids = torch.tensor([list(one.ids)], device=self._device)
         output = self._transformer(input_ids=ids, attention_mask=torch.ones_like(ids))
         return pool_and_finish(output.last_hidden_state[0], [one], self._folder, self._tail)
@@ -37,18 +38,21 @@ class StockModel:
 def pool_and_finish(
     hidden: torch.Tensor, inputs: Sequence[Tokens], folder: ModelFolder, tail: Tail
 ) -> Vectors:
-    lengths = torch.tensor([len(one.ids) for one in inputs])
-    prompts = None
-    if not folder.pooling.include_prompt and any(one.prompt_tokens for one in inputs):
-        prompts = torch.tensor([one.prompt_tokens for one in inputs]).to(hidden.device)
-    segments = Segments(lengths=lengths.to(hidden.device), prompt_tokens=prompts)
-    vectors: Vectors = tail(pool(hidden, segments, folder.pooling)).cpu().numpy()
+    """`hidden` [tokens, size] of a pass over `inputs` to float32 [inputs, dimensions]."""
+    lengths = torch.tensor([len(one.ids) for one in inputs], device=hidden.device)
+    prompt_tokens = [one.prompt_tokens for one in inputs]
+    vectors: Vectors = tail(pool(hidden, lengths, folder.pooling, prompt_tokens)).cpu().numpy()
     return vectors
 
 
 def load_transformer(
     folder: ModelFolder, device: torch.device, dtype: torch.dtype, attention: str | None
 ) -> Any:
+    """The transformer on its device, to be run only; `attention` None: its stock attention.
+
+    Raises:
+        ModelRefusedError: transformers can't load it, or weights are missing.
+    """
     from transformers import AutoConfig, AutoModel  # noqa: PLC0415 - slow to import
     from transformers.utils import logging  # noqa: PLC0415
 
@@ -81,4 +85,5 @@ def load_transformer(
 
 
 def load_tail(folder: ModelFolder, device: torch.device) -> Tail:
+    """The modules after the pooling, on their device."""
     return Tail(folder.tail, folder.truncate_dim).to(device).eval()

@@ -154,6 +154,22 @@ def test_it_agrees_with_its_reference(engine: Engine) -> None:
     assert min(report.cosines) >= report.cosine_min
 
 
+def test_prompts_are_pooled_as_by_its_reference(engine: Engine) -> None:
+    """Some models leave them out of the pooling, most do not."""
+    answers = engine.tokenize(
+        [
+            Text(text=text, prompt=prompt)
+            for text in ("how are you", "cats")
+            for prompt in ("", "query: ")
+        ]
+    )
+    tokens = [answer for answer in answers if isinstance(answer, Tokens)]
+    assert len(tokens) == len(answers)
+    expected = engine.reference(tokens)
+    assert expected is not None
+    assert_equal(engine.embed(tokens), expected)
+
+
 def test_an_empty_pass_has_no_rows(engine: Engine) -> None:
     assert engine.embed([]).shape == (0, engine.info.dimensions)
 

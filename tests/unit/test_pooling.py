@@ -20,7 +20,7 @@ from model_server.engines.model_folder import (
     PoolingSpec,
 )
 from model_server.engines.modules import Tail
-from model_server.engines.pooling import Segments, pool
+from model_server.engines.pooling import pool
 
 pytestmark = pytest.mark.torch
 SIZE = 5
@@ -59,11 +59,9 @@ def test_each_text_is_pooled_as_if_alone(
     hidden = torch.randn(sum(lengths), SIZE, generator=torch.Generator().manual_seed(seed))
     ours = pool(
         hidden,
-        Segments(
-            lengths=torch.tensor(lengths),
-            prompt_tokens=None if include_prompt else torch.tensor(prompts),
-        ),
+        torch.tensor(lengths),
         PoolingSpec(modes=tuple(modes), include_prompt=include_prompt),
+        prompts,
     )
     assert ours.dtype == torch.float32
     pieces = torch.split(hidden, lengths)
@@ -74,8 +72,8 @@ def test_each_text_is_pooled_as_if_alone(
 
 def test_half_precision_is_summed_in_float32() -> None:
     hidden = torch.ones(3_000, SIZE, dtype=torch.bfloat16)
-    segments = Segments(lengths=torch.tensor([3_000]))
-    (vector,) = pool(hidden, segments, PoolingSpec(modes=("mean_sqrt_len_tokens",)))
+    spec = PoolingSpec(modes=("mean_sqrt_len_tokens",))
+    (vector,) = pool(hidden, torch.tensor([3_000]), spec, [0])
     torch.testing.assert_close(vector, torch.full((SIZE,), 3_000**0.5))
 
 

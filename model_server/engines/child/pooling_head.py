@@ -14,7 +14,7 @@ import torch
 
 from model_server.engines.child.rows import COUNTS, Ended
 from model_server.engines.model_folder import read_model_folder
-from model_server.engines.pooling import Segments, pool
+from model_server.engines.pooling import pool
 from model_server.engines.stock_model import load_tail
 
 _NUMBERS = 1 << 20
@@ -35,13 +35,10 @@ class PoolingHead:
     ) -> torch.Tensor:
         """`hidden` [tokens, size] of one pass to float32 [sequences, dimensions + counts].
 
-        `lengths` [sequences]; `prompt_tokens`: leading ones to leave out of the pooling.
+        `lengths` [sequences]; `prompt_tokens`: how many leading ones are each prompt's.
         """
-        prompts = None
-        if any(prompt_tokens):
-            prompts = torch.tensor(prompt_tokens, device=hidden.device)
         lengths = lengths.to(device=hidden.device, dtype=torch.int64)
-        pooled = pool(hidden, Segments(lengths=lengths, prompt_tokens=prompts), self._spec)
+        pooled = pool(hidden, lengths, self._spec, prompt_tokens)
         return with_counts(
             self._tail(pooled), next(self._numbers) % _NUMBERS, len(lengths), len(hidden)
         )

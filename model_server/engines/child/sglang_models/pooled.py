@@ -44,7 +44,7 @@ class HeadPooler(nn.Module):
 
 
 def prompt_tokens(rid: str) -> int:
-    """The leading tokens that a request's id asks to leave out of the pooling."""
+    """How many leading tokens are the prompt's, as a request's id says."""
     return int(rid.rpartition("-")[2])
 
 
