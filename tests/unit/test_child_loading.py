@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from model_server.engines.child.loading import (
     config_overrides,
     load_child_engine,
     positions_max,
+    require_version,
 )
-from model_server.engines.child.options import ChildOptions
+from model_server.engines.child.options import ChildOptions, RunnerOptions
 from model_server.engines.model_folder import ModelRefusedError
+from tests.harness.child_engines import RUNNER_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,20 @@ def test_its_environment_is_ours_without_our_settings_and_without_the_network() 
     assert "OMP_NUM_THREADS" not in child_environment({}, threads=0)
 
 
+def test_what_a_runner_is_told_survives_json() -> None:
+    told = json.loads(json.dumps(asdict(RUNNER_OPTIONS)))
+    assert RunnerOptions(**told) == RUNNER_OPTIONS
+
+
+def test_an_engine_that_is_not_of_the_version_is_refused() -> None:
+    installed = metadata.version("numpy")
+    require_version("NumPy", installed, ("no-such-distribution", "numpy"))
+    with pytest.raises(ImportError, match=f"NumPy {installed} is installed, 0.0.1 is needed"):
+        require_version("NumPy", "0.0.1", ("numpy",))
+    with pytest.raises(ImportError, match="NumPy is not installed"):
+        require_version("NumPy", installed, ("no-such-distribution",))
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
@@ -79,5 +97,4 @@ def test_what_can_be_refused_without_an_engine_is(
             ChildOptions(model_path=folder, **options),
             name="none",
             runner="no.such.module",
-            runner_options=lambda _, __: {},
         )

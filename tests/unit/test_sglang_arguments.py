@@ -1,46 +1,21 @@
-"""What SGLang is told, and how its rows are read: every trap that needs no SGLang to be seen.
+"""What SGLang is told: every trap that needs no SGLang to be seen.
 
 The numbers of the traps are those of `ops/adr/0010-engines-in-processes.md`.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from model_server.engines.base import EngineError, EngineOutOfMemoryError, EnginePass
-from model_server.engines.child.rows import Ended, unpack_rows
-from model_server.engines.sglang_arguments import RunnerOptions, attention_backend, engine_arguments
-
-OPTIONS = RunnerOptions(
-    model="/models/m",
-    transformer="/models/m/0_Transformer",
-    architecture="BertModel",
-    pooling=None,
-    device="auto",
-    dtype="float32",
-    quantization=None,
-    tensor_parallel=1,
-    memory_fraction=None,
-    attention_backend=None,
-    dimensions=2,
-    input_tokens_max=256,
-    pass_tokens_max=4_096,
-    inputs_max=512,
-    log_level="warning",
-    config_overrides={},
-)
+from model_server.engines.sglang_arguments import attention_backend, engine_arguments
+from tests.harness.child_engines import RUNNER_OPTIONS
 
 
 def arguments(device: str = "cpu", capability: tuple[int, int] | None = None, **chosen: Any) -> Any:
-    return engine_arguments(replace(OPTIONS, **chosen), device=device, capability=capability)
-
-
-def test_it_survives_json() -> None:
-    assert RunnerOptions(**asdict(OPTIONS)) == OPTIONS
+    return engine_arguments(replace(RUNNER_OPTIONS, **chosen), device=device, capability=capability)
 
 
 def test_what_changes_vectors_or_splits_a_list_is_off() -> None:
@@ -85,7 +60,7 @@ def test_the_attention_backend_is_chosen_by_device(
     device: str, capability: tuple[int, int] | None, dtype: str, backend: str
 ) -> None:
     """Trap 6: its own choice, flashinfer, fails for head dimensions of 32."""
-    options = replace(OPTIONS, dtype=dtype)
+    options = replace(RUNNER_OPTIONS, dtype=dtype)
     assert attention_backend(options, device=device, capability=capability) == backend
     chosen = replace(options, attention_backend="flashinfer")
     assert attention_backend(chosen, device=device, capability=capability) == "flashinfer"
@@ -110,38 +85,3 @@ def test_what_is_asked_for_passes_through() -> None:
     plain = arguments()
     assert not {"quantization", "json_model_override_args"} & set(plain)
     assert plain["mem_fraction_static"] == 0.8
-
-
-# Rows: two dimensions, then number, sequences and tokens of the pass
-
-
-def test_rows_of_one_pass() -> None:
-    vectors, passes = unpack_rows([[0.5, 1.0, 7, 2, 9], [0.25, -1.0, 7, 2, 9]], 2)
-    assert vectors.tolist() == [[0.5, 1.0], [0.25, -1.0]]
-    assert vectors.dtype == np.float32
-    assert passes == [EnginePass(sequences=2, tokens=9)]
-
-
-def test_a_list_that_was_split_has_two_passes() -> None:
-    """Trap 1: 32 texts ran as 14 and 18."""
-    _, passes = unpack_rows([[1, 0, 8, 1, 5], [1, 0, 7, 2, 9], [1, 0, 7, 2, 9]], 2)
-    assert passes == [EnginePass(sequences=2, tokens=9), EnginePass(sequences=1, tokens=5)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([[1, 0, 7, 2, 9]], "pass 7 of 2 sequences gave 1 rows"),  # another list was in it
-        ([[1, 0]], "not 2 numbers and our counts"),  # SGLang's own class answered
-        ([[1, 0, 7, 1, 9], [1, 7, 1, 9]], "not 2 numbers and our counts"),
-        ([[Ended.RAISED, 0, 0]], "the forward pass raised"),
-    ],
-)
-def test_rows_that_are_not_ours(rows: list[list[float]], message: str) -> None:
-    with pytest.raises(EngineError, match=message):
-        unpack_rows(rows, 2)
-
-
-def test_rows_of_a_pass_without_memory() -> None:
-    with pytest.raises(EngineOutOfMemoryError):
-        unpack_rows([[Ended.OUT_OF_MEMORY, 0, 0]] * 2, 2)

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from model_server.engines.vllm_arguments import RunnerOptions, engine_arguments, room_tokens
-
-OPTIONS = RunnerOptions(
-    model="/models/m",
-    transformer="/models/m",
-    pooling=None,
-    dtype="float32",
-    quantization=None,
-    tensor_parallel=1,
-    memory_fraction=None,
-    attention_backend=None,
-    dimensions=2,
-    input_tokens_max=256,
-    pass_tokens_max=4_096,
-    inputs_max=512,
-    log_level="warning",
-    config_overrides={},
-)
-
-
-def test_it_survives_json() -> None:
-    assert RunnerOptions(**asdict(OPTIONS)) == OPTIONS
+from model_server.engines.vllm_arguments import engine_arguments, room_tokens
+from tests.harness.child_engines import RUNNER_OPTIONS
 
 
 def test_what_changes_vectors_or_splits_a_list_is_off() -> None:
-    told = engine_arguments(OPTIONS, "/links", on_gpu=True)
+    told = engine_arguments(RUNNER_OPTIONS, "/links", on_gpu=True)
     assert told["model"] == "/links"
     assert told["runner"] == "pooling"
     assert told["enable_prefix_caching"] is False
@@ -44,7 +24,7 @@ def test_what_changes_vectors_or_splits_a_list_is_off() -> None:
 
 def test_what_is_asked_for_passes_through() -> None:
     chosen = replace(
-        OPTIONS,
+        RUNNER_OPTIONS,
         dtype="bfloat16",
         quantization="fp8",
         tensor_parallel=2,
@@ -62,12 +42,12 @@ def test_what_is_asked_for_passes_through() -> None:
 
 
 def test_memory_is_asked_for_by_device() -> None:
-    assert engine_arguments(OPTIONS, "/l", on_gpu=True)["gpu_memory_utilization"] == 0.8
-    assert engine_arguments(OPTIONS, "/l", on_gpu=False)["gpu_memory_utilization"] == 0.25
+    assert engine_arguments(RUNNER_OPTIONS, "/l", on_gpu=True)["gpu_memory_utilization"] == 0.8
+    assert engine_arguments(RUNNER_OPTIONS, "/l", on_gpu=False)["gpu_memory_utilization"] == 0.25
 
 
 def test_a_pass_has_room_whatever_its_inputs() -> None:
     """512 inputs of one token take 512 blocks."""
-    assert room_tokens(OPTIONS, 10_000, 16) == 4_096
-    assert room_tokens(OPTIONS, 600, 16) == 600 * 16 - 512 * 15
-    assert room_tokens(OPTIONS, None, 16) == 4_096
+    assert room_tokens(RUNNER_OPTIONS, 10_000, 16) == 4_096
+    assert room_tokens(RUNNER_OPTIONS, 600, 16) == 600 * 16 - 512 * 15
+    assert room_tokens(RUNNER_OPTIONS, None, 16) == 4_096

@@ -6,16 +6,17 @@ Everything that can be known without the engine is read and refused here, before
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from model_server.engines.base import EngineDiedError
 from model_server.engines.child.engine import REFERENCE, ChildEngine, ChildSpec, StartedChild
-from model_server.engines.child.options import ChildOptions
+from model_server.engines.child.options import ChildOptions, RunnerOptions
 from model_server.engines.description import (
     Running,
     describe,
+    first_installed,
     installed_versions,
     least_maximum,
     vector_dimensions,
@@ -31,27 +32,20 @@ _PADDED_POSITIONS: Final = frozenset({"camembert", "roberta", "xlm-roberta", "xl
 """Model types that count positions from the padding token's + 1, in a table with room for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is known of a model before its engine starts."""
+def require_version(engine: str, version: str, distributions: Sequence[str]) -> None:
+    """Make sure that the first installed of these distributions is of this version.
 
-    folder: ModelFolder
-    config: Any
-    """Of the transformer, by transformers."""
-    architecture: str
-    """The first of `architectures` in its `config.json`."""
-    dimensions: int
-    input_tokens_max: int
-    pass_tokens_max: int
+    Raises:
+        ImportError: none is installed, or another version.
+    """
+    found = first_installed(distributions)
+    if not found:
+        raise ImportError(f"{engine} is not installed")
+    if version not in found.values():
+        raise ImportError(f"{engine} {', '.join(found.values())} is installed, {version} is needed")
 
 
-def load_child_engine(
-    options: ChildOptions,
-    *,
-    name: str,
-    runner: str,
-    runner_options: Callable[[ChildOptions, Facts], Mapping[str, Any]],
-) -> ChildEngine:
+def load_child_engine(options: ChildOptions, *, name: str, runner: str) -> ChildEngine:
     """Read the folder, start the child, describe what it serves.
 
     Raises:
@@ -70,59 +64,76 @@ def load_child_engine(
     tokenization = Tokenization(
         parts, input_tokens_max=maximum, include_prompt=folder.pooling.include_prompt
     )
-    facts = Facts(
-        folder=folder,
-        config=config,
-        architecture=_architecture(config),
-        dimensions=vector_dimensions(folder, int(config.hidden_size)),
-        input_tokens_max=maximum,
-        pass_tokens_max=options.pass_tokens_max or max(PASS_TOKENS_MIN, 2 * maximum),
-    )
-    environment = child_environment(os.environ, options.threads)
-    child = StartedChild(
-        ChildSpec(
-            runner=runner,
-            options=runner_options(options, facts),
-            environment=environment,
-            says=options.says,
-            timeout_s=options.start_timeout_s,
-        )
-    )
-    running = Running(
-        engine=name,
-        versions={**installed_versions("transformers", "tokenizers"), **child.ready["versions"]},
-        device=child.ready["device"],
-        dtype=options.dtype,
-        quantization=options.quantization,
-    )
-    reference = ChildSpec(
-        runner=REFERENCE,
-        options={
-            "model": str(folder.path),
-            "pooling": options.pooling,
-            "device": _torch_device(options.device, child.ready),
-        },
-        environment=environment,
-        says=options.says,
-        timeout_s=options.start_timeout_s,
-    )
+    told = runner_options(options, folder, config, input_tokens_max=maximum)
+    child = StartedChild(_spec(options, runner, asdict(told)))
     try:
+        ready = child.ready
+        running = Running(
+            engine=name,
+            versions={**installed_versions("transformers", "tokenizers"), **ready["versions"]},
+            device=ready["device"],
+            dtype=options.dtype,
+            quantization=options.quantization,
+        )
+        reference = {
+            "model": told.model,
+            "pooling": told.pooling,
+            "device": _torch_device(options.device, ready),
+        }
         return ChildEngine(
             child,
             info=describe(
                 folder,
                 running,
-                dimensions=facts.dimensions,
+                dimensions=told.dimensions,
                 input_tokens_max=maximum,
                 cache_dir=options.cache_dir,
             ),
             tokenization=tokenization,
-            pass_tokens_max=_room(child, facts),
-            reference=reference,
+            pass_tokens_max=_room(ready, told),
+            reference=_spec(options, REFERENCE, reference),
         )
     except BaseException:
         child.process.close()
         raise
+
+
+def runner_options(
+    options: ChildOptions, folder: ModelFolder, config: Any, *, input_tokens_max: int
+) -> RunnerOptions:
+    """What the runner is told; `config` is the transformer's, by transformers.
+
+    Raises:
+        ModelRefusedError: `config` names no architecture, or the model's modules don't fit.
+    """
+    return RunnerOptions(
+        model=str(folder.path),
+        transformer=str(folder.transformer.path),
+        architecture=_architecture(config),
+        pooling=options.pooling,
+        device=options.device,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        tensor_parallel=options.tensor_parallel,
+        memory_fraction=options.memory_fraction,
+        attention_backend=options.attention_backend,
+        dimensions=vector_dimensions(folder, int(config.hidden_size)),
+        input_tokens_max=input_tokens_max,
+        pass_tokens_max=options.pass_tokens_max or max(PASS_TOKENS_MIN, 2 * input_tokens_max),
+        inputs_max=options.inputs_max,
+        log_level="info" if options.verbose else "warning",
+        config_overrides=config_overrides(config),
+    )
+
+
+def _spec(options: ChildOptions, runner: str, told: Mapping[str, Any]) -> ChildSpec:
+    return ChildSpec(
+        runner=runner,
+        options=told,
+        environment=child_environment(os.environ, options.threads),
+        says=options.says,
+        timeout_s=options.start_timeout_s,
+    )
 
 
 def child_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
@@ -178,11 +189,11 @@ def _torch_device(asked: str, ready: Mapping[str, Any]) -> str:
     return "cpu" if ready["device"] == "cpu" else "cuda"
 
 
-def _room(child: StartedChild, facts: Facts) -> int:
-    room = int(child.ready["pass_tokens_max"])
-    if room < facts.input_tokens_max:
+def _room(ready: Mapping[str, Any], told: RunnerOptions) -> int:
+    room = int(ready["pass_tokens_max"])
+    if room < told.input_tokens_max:
         raise EngineDiedError(
             f"its memory has room for {room} tokens, and one input may have "
-            f"{facts.input_tokens_max}: raise memory_fraction, or lower input_tokens_max"
+            f"{told.input_tokens_max}: raise memory_fraction, or lower input_tokens_max"
         )
     return room

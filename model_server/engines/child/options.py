@@ -1,16 +1,22 @@
-"""How to load a model into an engine with a process of its own."""
+"""How an engine with a process of its own is to load a model: as asked, and as its runner is told.
+
+Both are the same for every such engine; what they mean in the terms of one is in its
+`..._arguments`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from model_server.engines.child.process import Says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildOptions:
-    """How to load a model into an engine with a process of its own."""
+    """As the settings ask."""
 
     model_path: Path
     device: str = "auto"
@@ -30,3 +36,30 @@ class ChildOptions:
     verbose: bool = False
     cache_dir: Path | None = None
     says: Says = field(repr=False, default=lambda _: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """As the runner is told, in JSON values; what the model's files say is read already."""
+
+    model: str
+    """The model's root folder."""
+    transformer: str
+    """The folder of its weights."""
+    architecture: str
+    """The first of `architectures` in its `config.json`."""
+    pooling: str | None
+    device: str
+    dtype: str
+    quantization: str | None
+    tensor_parallel: int
+    memory_fraction: float | None
+    attention_backend: str | None
+    dimensions: int
+    """Of the model's whole vectors."""
+    input_tokens_max: int
+    pass_tokens_max: int
+    inputs_max: int
+    log_level: str
+    config_overrides: Mapping[str, Any]
+    """Of `config.json`: what engines read there and transformers no longer writes."""

@@ -17,9 +17,10 @@ from multiprocessing.connection import wait
 from typing import Any, Final
 
 from model_server.engines.base import EnginePass, Tokens, Vectors
+from model_server.engines.child.options import RunnerOptions
 from model_server.engines.child.rows import unpack_rows
 from model_server.engines.child.sglang_model import MODEL_VARIABLE, PooledModel, pack_model
-from model_server.engines.sglang_arguments import RunnerOptions, engine_arguments
+from model_server.engines.sglang_arguments import engine_arguments, overhead_tokens
 
 MODELS: Final = "model_server.engines.child.sglang_models"
 
@@ -30,13 +31,9 @@ class SGLangRunner:
     def __init__(self, engine: Any, dimensions: int, ready: Mapping[str, Any]) -> None:
         self._engine = engine
         self._dimensions = dimensions
-        self._ready = ready
         self._list = 0
-
-    @property
-    def ready(self) -> Mapping[str, Any]:
+        self.ready = ready
         """Device, versions, and the tokens that a pass may have."""
-        return self._ready
 
     def embed(self, inputs: Sequence[Tokens]) -> tuple[Vectors, Sequence[EnginePass]]:
         """One list of token ids, which SGLang schedules as one batch."""
@@ -93,7 +90,7 @@ def start(options: Mapping[str, Any], died: Callable[[str], None]) -> SGLangRunn
             "device": torch.cuda.get_device_name(device) if on_gpu else device,
             "versions": {name: metadata.version(name) for name in ("sglang", "torch")},
             "attention_backend": arguments["attention_backend"],
-            "pass_tokens_max": min(chosen.pass_tokens_max, int(room) - chosen.overhead_tokens),
+            "pass_tokens_max": min(chosen.pass_tokens_max, int(room) - overhead_tokens(chosen)),
         },
     )
     runner.probe()

