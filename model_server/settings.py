@@ -147,7 +147,8 @@ class ModelServerSettings(BaseSettings):
     input_tokens_max: Positive | None = None
     """Lowers the model's own maximum."""
     cache_dir: Path | None = None
-    """Where golden vectors and hashes are kept; absent: `token-batching` in the user's cache."""
+    """Where golden vectors, hashes and profiles are kept; absent: `token-batching` in the user's
+    cache."""
     golden_cosine_min: Annotated[float, Field(gt=0, le=1)] | None = None
     """Agreement demanded of the golden vectors; absent: by precision."""
 
@@ -162,7 +163,7 @@ class ModelServerSettings(BaseSettings):
     tensor_parallel: Positive = 1
     """GPUs that share one model."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of a device's memory, for weights and cache; absent: 0.8."""
+    """Of a device's memory, for weights and cache; absent: 0.8, for vllm on a CPU 0.25."""
     attention_backend: str | None = Field(default=None, min_length=1)
     """Absent: by device."""
     engine_start_timeout_ms: Positive = 600_000

@@ -43,7 +43,6 @@ class RequestArrived:
     request: int
     stream: int
     request_id: int
-    arrived_ns: int
     tokens: Sequence[int]
     text_bytes: Sequence[int]
     deadlines_ns: Sequence[int] | None = None

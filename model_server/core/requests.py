@@ -18,7 +18,6 @@ class Request:
     """One request that was taken in."""
 
     __slots__ = (
-        "arrived_ns",
         "bulk",
         "deadlines_ns",
         "earliest_ns",
@@ -42,7 +41,6 @@ class Request:
         self.key = event.request
         self.stream = event.stream
         self.request_id = event.request_id
-        self.arrived_ns = event.arrived_ns
         self.exclusive = event.exclusive
         self.bulk = event.bulk
         self.tokens = event.tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -25,28 +25,21 @@ _IGNORED: Final = frozenset({"config_sentence_transformers.json", "data_config.j
 """Versions and training data; the prompts in the first of them are hashed by themselves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RevisionInputs:
-    """What decides the vectors besides the files."""
-
-    settings: dict[str, object]
-    """JSON values: prompts, pooling, maximum, dtype, quantisation, ..."""
-
-
 def model_revision(
-    folders: list[Path], inputs: RevisionInputs, cache_dir: Path | None = None
+    folders: list[Path], settings: Mapping[str, object], cache_dir: Path | None = None
 ) -> str:
     """The revision of a model whose files lie in `folders`, the model's root first.
 
-    With a `cache_dir`, hashes of files of unchanged path, size and time of change are not made
-    again.
+    `settings`, in JSON values, are what decides the vectors besides the files: prompts, pooling,
+    maximum, dtype, quantisation, ... With a `cache_dir`, hashes of files of unchanged path, size
+    and time of change are not made again.
     """
     cache = _FileHashes(cache_dir)
     root = folders[0]
     digest = hashlib.sha256()
     for path in sorted({file for folder in folders for file in _model_files(folder)}):
         digest.update(f"{path.relative_to(root).as_posix()}\0{cache.sha256(path)}\n".encode())
-    digest.update(json.dumps(inputs.settings, sort_keys=True).encode())
+    digest.update(json.dumps(dict(settings), sort_keys=True).encode())
     cache.save()
     return digest.hexdigest()[:_REVISION_LENGTH]
 

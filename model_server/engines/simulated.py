@@ -45,7 +45,6 @@ from model_server.engines.base import (
 from model_server.settings import Fault
 
 TOKEN_BYTES = 4
-SPECIAL_TOKENS = 2
 EXIT_CODE = 70
 _PAD = b"\xff"  # never in UTF-8, so distinct texts have distinct ids
 _BEGIN = b"\xff\xff\xff\xfe"

@@ -232,7 +232,7 @@ class PackedModel:
         self._transformer = transformer
         self._position_offset, self.positions_max = positions(self._transformer)
         _refuse_unknown_architecture(self._transformer)
-        self.tail = load_tail(folder, device)
+        self._tail = load_tail(folder, device)
         self.dimensions = vector_dimensions(folder, size(self._transformer, "hidden_size"))
 
     @torch.inference_mode()
@@ -250,7 +250,7 @@ class PackedModel:
             **extra_inputs(self._transformer),
         )
         vectors = pool_and_finish(
-            output.last_hidden_state[0], [inputs[index] for index in order], self.folder, self.tail
+            output.last_hidden_state[0], [inputs[index] for index in order], self.folder, self._tail
         )
         answers = np.empty((len(inputs), self.dimensions), dtype=np.float32)
         answers[order] = vectors

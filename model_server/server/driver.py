@@ -387,7 +387,6 @@ class Driver:
                 request=held.key,
                 stream=held.stream,
                 request_id=held.request_id,
-                arrived_ns=held.arrived_ns,
                 tokens=columns.counts,
                 text_bytes=columns.text_bytes,
                 deadlines_ns=columns.deadlines_ns,

@@ -27,7 +27,6 @@ from protos.embedding.v1 import query_pb2
 _QUERY = query_pb2.INPUT_TYPE_QUERY
 _DOCUMENT = query_pb2.INPUT_TYPE_DOCUMENT
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
-_UTF8_BYTES_MAX = 4
 
 
 class Prompts:

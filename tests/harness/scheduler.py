@@ -123,7 +123,6 @@ class SchedulerWorld:
             request=key,
             stream=stream,
             request_id=key,
-            arrived_ns=self.now_ns,
             tokens=list(tokens),
             text_bytes=list(text_bytes) if text_bytes is not None else [1] * len(tokens),
             deadlines_ns=deadlines,

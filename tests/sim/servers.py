@@ -281,7 +281,6 @@ class ModelServer:
                 request=key,
                 stream=taken.connection.stream,
                 request_id=request.request_id,
-                arrived_ns=taken.arrived_ns,
                 tokens=taken.tokens,
                 text_bytes=[len(each.text) for each in taken.inputs],
                 deadlines_ns=deadlines if any(deadlines) else None,

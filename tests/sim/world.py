@@ -292,7 +292,6 @@ class ServerSide:
                 request=key,
                 stream=aggregator + 1,
                 request_id=claim.claim_id,
-                arrived_ns=self.world.now_ns,
                 tokens=[query.size_bytes for query in claim.queries],
                 text_bytes=[query.text_bytes for query in claim.queries],
             )

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from model_server.engines.files import read_cached_object, write_atomically
-from model_server.engines.revision import RevisionInputs, model_revision
+from model_server.engines.revision import model_revision
 
-SETTINGS = RevisionInputs(settings={"dtype": "float32", "prompts": {"query": "q: "}})
+SETTINGS: dict[str, object] = {"dtype": "float32", "prompts": {"query": "q: "}}
 
 
 @pytest.fixture
@@ -25,8 +25,10 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def revision(folder: Path, inputs: RevisionInputs = SETTINGS, cache: Path | None = None) -> str:
-    return model_revision([folder, folder / "2_Dense"], inputs, cache)
+def revision(
+    folder: Path, settings: dict[str, object] = SETTINGS, cache: Path | None = None
+) -> str:
+    return model_revision([folder, folder / "2_Dense"], settings, cache)
 
 
 def test_place_and_time_have_no_part(model: Path, tmp_path: Path) -> None:
@@ -56,9 +58,9 @@ def test_files_may_not_trade_places(model: Path) -> None:
 
 
 def test_settings_count_and_their_order_does_not(model: Path) -> None:
-    turned = RevisionInputs(settings=dict(reversed(SETTINGS.settings.items())))
+    turned = dict(reversed(SETTINGS.items()))
     assert revision(model, turned) == revision(model)
-    other = RevisionInputs(settings={**SETTINGS.settings, "dtype": "bfloat16"})
+    other = SETTINGS | {"dtype": "bfloat16"}
     assert revision(model, other) != revision(model)
 
 

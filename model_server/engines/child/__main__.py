@@ -2,10 +2,11 @@
 
     python -m model_server.engines.child RUNNER SOCKET PIPE PARENT
 
-RUNNER is a module with `start(options, died) -> Runner`; SOCKET and PIPE file descriptors that are
-open in this process; PARENT the number of the process that has their other ends. Invariants: it
-ends with its parent, whatever state it is in, and whatever it started ends with it; it leaves
-signals that are meant for the server to the server, and so does what it starts.
+RUNNER is a module with `start(options, died) -> Runner`, where `died` is for it to call, from any
+thread, when it can't go on: it says why and ends the process. SOCKET and PIPE are file descriptors
+that are open in this process, PARENT the number of the process that has their other ends.
+Invariants: it ends with its parent, whatever state it is in, and whatever it started ends with it;
+it leaves signals that are meant for the server to the server, and so does what it starts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -62,10 +63,6 @@ class Runner(Protocol):
     def embed(self, inputs: Sequence[Tokens]) -> tuple[Vectors, Sequence[EnginePass]]:
         """One list, in one forward pass; vectors, and the passes as the engine counted them."""
         ...
-
-
-Died = Callable[[str], None]
-"""For a runner to call, from any thread, when it can't go on: it says why and ends the process."""
 
 
 class Connection:
