@@ -1,7 +1,7 @@
 """What the next pass is: a canary, a half of one that raised, an exclusive request, or the oldest.
 
 Owns the inputs that wait and those of passes that raised. It does not know whether the engine is
-free, nor who is told what.
+free, nor when who is told.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from aggregator.core.packing import PackLimits, Room
 from model_server.core.effects import Part, PassKind
+from model_server.core.events import UNARY
 from model_server.core.isolation import Isolation
 from model_server.core.limits import Limits
 from model_server.core.queue import WaitingQueue
@@ -121,6 +122,20 @@ class Passes:
             if left:
                 live.append(Part(request=part.request, indexes=left))
         return live, expired
+
+    def announced(self, parts: Sequence[Part]) -> tuple[dict[int, list[int]], int | None]:
+        """The request ids that each stream has in a pass, and the one that is to be told first."""
+        running: dict[int, list[int]] = {}
+        awaited: int | None = None
+        for part in parts:
+            request = self._requests[part.request]
+            if request.stream != UNARY:
+                ids = running.setdefault(request.stream, [])
+                if request.request_id not in ids:
+                    ids.append(request.request_id)
+                if request.exclusive:
+                    awaited = request.stream
+        return running, awaited
 
     def clear(self) -> None:
         """Everything held has been answered otherwise."""

@@ -13,7 +13,6 @@ It must not know messages, vectors, threads or clocks.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +37,6 @@ from model_server.core.effects import (
     WakeAt,
 )
 from model_server.core.events import (
-    UNARY,
     AnnouncementWritten,
     DrainRequested,
     EngineDied,
@@ -52,6 +50,7 @@ from model_server.core.events import (
     StreamOpened,
     Tick,
 )
+from model_server.core.expiries import Expiries
 from model_server.core.failures import (
     EXPIRED,
     Failure,
@@ -102,7 +101,7 @@ class Scheduler:
         self._pass: RunningPass | None = None
         self._pass_id = 0
         self._idle_said = True
-        self._expiries: list[tuple[int, int]] = []
+        self._expiries = Expiries(self._requests)
         self._drain_by_ns = 0
         self._armed_ns = 0
         self._first: list[Effect] = []
@@ -201,8 +200,7 @@ class Scheduler:
             self._requests[request.key] = request
             self._passes.queue.push(request)
             self._streams.hold(request, now_ns)
-            if request.earliest_ns:
-                heapq.heappush(self._expiries, (request.earliest_ns, request.key))
+            self._expiries.add(request)
         if event.failures:
             last = not request.unanswered
             self._out.append(Fail(request=request.key, failures=event.failures, last=last))
@@ -275,16 +273,7 @@ class Scheduler:
 
     def _start(self, kind: PassKind, parts: Sequence[Part], tokens: int, now_ns: int) -> None:
         self._pass_id += 1
-        running: dict[int, list[int]] = {}
-        awaited: int | None = None
-        for part in parts:
-            request = self._requests[part.request]
-            if request.stream != UNARY:
-                ids = running.setdefault(request.stream, [])
-                if request.request_id not in ids:
-                    ids.append(request.request_id)
-                if request.exclusive:
-                    awaited = request.stream
+        running, awaited = self._passes.announced(parts)
         self._pass = RunningPass(
             pass_id=self._pass_id,
             kind=kind,
@@ -490,22 +479,13 @@ class Scheduler:
 
     def _expire(self, now_ns: int) -> None:
         """Answer waiting inputs whose time is over."""
-        heap = self._expiries
-        while heap and heap[0][0] <= now_ns:
-            request = self._requests.get(heapq.heappop(heap)[1])
-            if request is None:
-                continue
-            due = request.expired(now_ns)
-            if request.earliest_ns:
-                heapq.heappush(heap, (request.earliest_ns, request.key))
+        for request, due in self._expiries.take(now_ns):
             self._fail(request.key, due, EXPIRED, now_ns)
 
     def _arm(self, now_ns: int) -> None:
         """Ask for the next `Tick`, if it must come sooner than asked for, or none is due."""
-        heap = self._expiries
-        while heap and heap[0][1] not in self._requests:
-            heapq.heappop(heap)
-        times: list[int] = [heap[0][0]] if heap else []
+        expires_ns = self._expiries.next_ns()
+        times = [expires_ns] if expires_ns is not None else []
         if self._pass is not None:
             limit = self._options.pass_timeout_ns if self._pass.started else ANNOUNCE_TIMEOUT_NS
             times.append(self._pass.since_ns + limit)

@@ -22,8 +22,6 @@ from model_server.core.effects import (
     Fail,
     Halt,
     MaximumLowered,
-    Part,
-    PassKind,
     Refuse,
     RestartEngine,
     RunPass,
@@ -38,8 +36,6 @@ from model_server.core.events import (
     EngineDied,
     EngineReady,
     Event,
-    PassDone,
-    PassRaised,
     RequestArrived,
     RequestCancelled,
     StreamClosed,
@@ -50,17 +46,12 @@ from model_server.core.failures import Failure, not_started, too_much_held
 from model_server.core.lifecycle import Phase
 from model_server.core.saturation import TargetSource
 from model_server.core.scheduler import Scheduler, SchedulerOptions
-from model_server.engines.base import (
-    EngineDiedError,
-    EngineOutOfMemoryError,
-    ModelInfo,
-    Tokens,
-)
-from model_server.server.answers import group_answers
-from model_server.server.calls import Caller, Held, Timing
+from model_server.engines.base import ModelInfo
+from model_server.server.calls import Caller, Held
 from model_server.server.engine_host import EngineHost
 from model_server.server.intake import Intake
-from model_server.server.jobs import Ran, embed, tokenize
+from model_server.server.jobs import tokenize
+from model_server.server.pass_runner import PassRunner
 from model_server.server.requests import Columns
 from model_server.server.sessions import Session
 from model_server.server.startup import Started
@@ -86,15 +77,6 @@ class DriverOptions:
     """Blocking; run in the engine's thread, at start and at each restart."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    """A pass that the engine has, or whose answers are being sent."""
-
-    effect: RunPass
-    inputs: int
-    ran: Ran | None = None
-
-
 class Driver:
     """See the module."""
 
@@ -118,10 +100,10 @@ class Driver:
         self._intake: Intake | None = None
         self._sessions: dict[int, Session] = {}
         self._held: dict[int, Held] = {}
+        self._runner = PassRunner(self._engine, self._held, feed=self._feed, telling=self._telling)
         self._stream_id = UNARY
         self._key = 0
         self._untokenized_unary = 0
-        self._passes: dict[int, _Running] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._phase = Phase.LOADING
         self.phase_changed = asyncio.Event()
@@ -130,10 +112,10 @@ class Driver:
         self.halted: asyncio.Future[str | None] = loop.create_future()
         """Its result: None after a drain, else why the process must end."""
         self._carry: dict[type[Any], Callable[[Any], None]] = {
-            RunPass: self._run_pass,
+            RunPass: self._runner.run,
             Announce: self._announce,
             SayState: self._say_state,
-            Answer: self._answer,
+            Answer: self._runner.answer,
             Fail: self._fail,
             Refuse: self._refuse,
             CloseStreams: self._close_streams,
@@ -230,7 +212,7 @@ class Driver:
         self._metrics.engine_restarts.inc()
         restart_in_s = round(effect.delay_ns / 1e9, 3)
         self._log.error("engine lost", reason=effect.message, restart_in_s=restart_in_s)
-        self._passes.clear()
+        self._runner.give_up()
         self._engine.restart(effect.delay_ns)
 
     def _halt(self, effect: Halt) -> None:
@@ -263,7 +245,7 @@ class Driver:
         session = Session(self._stream_id, self)
         self._sessions[session.stream] = session
         self.no_streams.clear()
-        self._metrics.streams.set(len(self._sessions))
+        self._telling.streams(len(self._sessions))
         self._feed(StreamOpened(stream=session.stream))
         return session
 
@@ -278,7 +260,7 @@ class Driver:
         del self._sessions[stream]
         if not self._sessions:
             self.no_streams.set()
-        self._metrics.streams.set(len(self._sessions))
+        self._telling.streams(len(self._sessions))
         for key in [key for key, held in self._held.items() if held.stream == stream]:
             del self._held[key]
 
@@ -344,7 +326,7 @@ class Driver:
         if read is None:
             raise RuntimeError("the server serves without a model")
         if isinstance(read, Failure):
-            self._count_refused(read)
+            self._telling.refused(read)
         return read
 
     def _hold(
@@ -380,8 +362,7 @@ class Driver:
 
     def _arrived(self, held: Held) -> None:
         columns = held.columns
-        for failure in columns.failures.values():
-            self._metrics.input_failures.labels(str(failure.reason)).inc()
+        self._telling.failed(columns.failures.values())
         self._feed(
             RequestArrived(
                 request=held.key,
@@ -396,86 +377,11 @@ class Driver:
             )
         )
 
-    # Passes
-
-    def _run_pass(self, effect: RunPass) -> None:
-        started = self._engine.current
-        if started is None:
-            raise RuntimeError("a pass without an engine")
-        held = self._held
-        inputs = [
-            tokens
-            for part in effect.parts
-            for tokens in _tokens_of(held[part.request].columns, part)
-        ]
-        if effect.kind is PassKind.CANARY:
-            inputs = [started.canary]
-        self._passes[effect.pass_id] = _Running(effect=effect, inputs=len(inputs))
-        engine = started.engine
-        self._engine.submit(
-            lambda: embed(engine, inputs),
-            lambda result, error: self._ran(effect.pass_id, result, error),
-        )
-
-    def _ran(self, pass_id: int, result: Ran, error: BaseException | None) -> None:
-        running = self._passes.get(pass_id)
-        if running is None:
-            return  # given up
-        kind = str(running.effect.kind)
-        if error is None:
-            self._metrics.passes.labels(kind, "done").inc()
-            running.ran = result
-            self._feed(
-                PassDone(pass_id=pass_id, started_ns=result.started_ns, ended_ns=result.ended_ns)
-            )
-        else:
-            message = f"{type(error).__name__}: {error}"
-            died = isinstance(error, EngineDiedError)
-            self._metrics.passes.labels(kind, "died" if died else "raised").inc()
-            self._log.warning("pass failed", pass_id=pass_id, kind=kind, error=message)
-            self._feed(
-                EngineDied(message=message)
-                if died
-                else PassRaised(
-                    pass_id=pass_id,
-                    message=message,
-                    out_of_memory=isinstance(error, EngineOutOfMemoryError),
-                )
-            )
-        self._passes.pop(pass_id, None)
-
-    def _answer(self, effect: Answer) -> None:
-        running = self._passes[effect.pass_id]
-        info, ran = self.info, running.ran
-        if ran is None or info is None:
-            raise RuntimeError("an answer without vectors")
-        inference_us = (effect.ended_ns - effect.started_ns) // 1_000
-        for part in effect.parts:
-            held = self._held[part.request]
-            groups, failures = group_answers(
-                held.columns,
-                part.indexes,
-                ran.vectors[part.row : part.row + len(part.indexes)],
-                normalized=info.normalized,
-            )
-            for _, failure in failures:
-                self._metrics.input_failures.labels(str(failure.reason)).inc()
-            queue_us = (effect.started_ns - held.arrived_ns) // 1_000
-            timing = Timing(queue_us=queue_us, inference_us=inference_us)
-            held.caller.answer(held, groups, failures, last=part.last, timing=timing)
-            self._metrics.queue_seconds.observe(queue_us / 1e6)
-            if part.last:
-                del self._held[part.request]
-        self._telling.pass_ran(
-            effect, running.effect, ran, inputs=running.inputs, streams=len(self._sessions)
-        )
-
     # Other effects
 
     def _fail(self, effect: Fail) -> None:
         held = self._held[effect.request]
-        for _, failure in effect.failures:
-            self._metrics.input_failures.labels(str(failure.reason)).inc()
+        self._telling.failed(failure for _, failure in effect.failures)
         held.caller.answer(held, (), effect.failures, last=effect.last, timing=None)
         if effect.last:
             del self._held[effect.request]
@@ -483,11 +389,8 @@ class Driver:
     def _refuse(self, effect: Refuse) -> None:
         held = self._held.pop(effect.request, None)
         if held is not None:
-            self._count_refused(effect.failure)
+            self._telling.refused(effect.failure)
             held.caller.refuse(held, effect.failure)
-
-    def _count_refused(self, failure: Failure) -> None:
-        self._metrics.requests_refused.labels(str(failure.reason)).inc()
 
     def _announce(self, effect: Announce) -> None:
         for stream, session in self._sessions.items():
@@ -511,9 +414,3 @@ class Driver:
     def _target_moved(self, effect: TargetMoved) -> None:
         self._target_has_moved = True
         self._telling.target_moved(effect)
-
-
-def _tokens_of(columns: Columns, part: Part) -> list[Tokens]:
-    tokens = columns.tokens
-    # Refused inputs, which have None, are in no pass.
-    return [tokens[index] for index in part.indexes]  # type: ignore[misc]

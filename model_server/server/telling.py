@@ -1,13 +1,15 @@
-"""What operators are told of passes and limits: the canonical line of each, and their metrics.
+"""What operators are told of requests, passes and limits: canonical lines and metrics.
 
 Reads the scheduler's figures and changes nothing. Invariant: one line a pass, whatever it held.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from model_server.core.effects import Answer, MaximumLowered, RunPass, TargetMoved
+from model_server.core.failures import Failure
 from model_server.core.scheduler import Scheduler
 from model_server.server.jobs import Ran
 
@@ -23,10 +25,38 @@ class Telling:
         self._scheduler = scheduler
         self._log = log
         self._metrics = metrics
+        self._streams = 0
 
-    def pass_ran(
-        self, answer: Answer, run: RunPass, ran: Ran, *, inputs: int, streams: int
-    ) -> None:
+    def streams(self, count: int) -> None:
+        """So many are open."""
+        self._streams = count
+        self._metrics.streams.set(count)
+
+    def refused(self, failure: Failure) -> None:
+        """A request was refused as a whole."""
+        self._metrics.requests_refused.labels(str(failure.reason)).inc()
+
+    def failed(self, failures: Iterable[Failure]) -> None:
+        """Inputs were answered without vectors."""
+        for failure in failures:
+            self._metrics.input_failures.labels(str(failure.reason)).inc()
+
+    def answered(self, failures: Iterable[tuple[int, Failure]], queue_us: int) -> None:
+        """Inputs of one request were answered by a pass, some perhaps with failures."""
+        self.failed(failure for _, failure in failures)
+        self._metrics.queue_seconds.observe(queue_us / 1e6)
+
+    def pass_done(self, run: RunPass) -> None:
+        """The engine returned the vectors of a pass."""
+        self._metrics.passes.labels(str(run.kind), "done").inc()
+
+    def pass_failed(self, run: RunPass, message: str, *, died: bool) -> None:
+        """The engine raised in a pass, or died in it."""
+        kind = str(run.kind)
+        self._metrics.passes.labels(kind, "died" if died else "raised").inc()
+        self._log.warning("pass failed", pass_id=run.pass_id, kind=kind, error=message)
+
+    def pass_answered(self, answer: Answer, run: RunPass, ran: Ran, *, inputs: int) -> None:
         """The canonical line of a pass, and its metrics."""
         scheduler, metrics = self._scheduler, self._metrics
         inference_us = (answer.ended_ns - answer.started_ns) // 1_000
@@ -46,7 +76,7 @@ class Telling:
             fill_ratio=round(fill, 3),
             pass_ms=inference_us / 1_000,
             queued_tokens=scheduler.queued_tokens,
-            streams=streams,
+            streams=self._streams,
             **ran.counted(),
         )
 
