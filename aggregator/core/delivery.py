@@ -18,6 +18,7 @@ from aggregator.core.forms import (
     RECORD_OVERHEAD_BYTES,
     TOGETHER,
     TOO_LARGE,
+    begin_vectors,
     error_row,
     letter_bytes,
     letter_row,
@@ -62,16 +63,7 @@ class Delivery:
 
     def vectors(self, rows: VectorRows) -> None:
         """Write results that hold vectors."""
-        group = rows.group
-        for query, row in zip(rows.queries, rows.rows, strict=True):
-            query.phase = WRITING
-            query.group = group
-            query.row = row
-            query.writes_pending = 1
-            query.model_revision = rows.model_revision
-            query.inference_us = rows.inference_us
-            query.answered_ns = rows.answered_ns
-        self.unconfirmed_bytes += len(rows.queries) * (group.stride + RECORD_OVERHEAD_BYTES)
+        self.unconfirmed_bytes += begin_vectors(rows)
         self._write.vectors.append(rows)
 
     def failure(self, query: Query) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from aggregator.core.effects import ErrorRow, Form, LetterRow, VectorRows
 from aggregator.core.failures import Code, Failure, Reason
-from aggregator.core.query import Query, VectorGroup
+from aggregator.core.query import WRITING, Query, VectorGroup
 
 RECORD_OVERHEAD_BYTES: Final = 1024
 """What a result in the producer's queue is reckoned to hold besides its vector: headers, key,
@@ -22,6 +22,20 @@ TOGETHER, ALONE, TOO_LARGE, BARE = range(4)
 
 LETTER_BARE: Final = 2
 """`Query.letter_step`: `TOGETHER`, `ALONE`, then this."""
+
+
+def begin_vectors(rows: VectorRows) -> int:
+    """These results are to be written: each query keeps its vector. Returns the bytes held."""
+    group = rows.group
+    for query, row in zip(rows.queries, rows.rows, strict=True):
+        query.phase = WRITING
+        query.group = group
+        query.row = row
+        query.writes_pending = 1
+        query.model_revision = rows.model_revision
+        query.inference_us = rows.inference_us
+        query.answered_ns = rows.answered_ns
+    return len(rows.queries) * (group.stride + RECORD_OVERHEAD_BYTES)
 
 
 def next_step(query: Query, *, alone: bool) -> int:

@@ -38,6 +38,7 @@ from aggregator.core.forms import (
     RECORD_OVERHEAD_BYTES,
     TOGETHER,
     TOO_LARGE,
+    begin_vectors,
     error_row,
     letter_bytes,
     letter_row,
@@ -152,17 +153,8 @@ class Transactions:
 
     def vectors(self, rows: VectorRows) -> None:
         """Hold results that hold vectors."""
-        group = rows.group
-        for query, row in zip(rows.queries, rows.rows, strict=True):
-            query.phase = WRITING
-            query.group = group
-            query.row = row
-            query.writes_pending = 1
-            query.model_revision = rows.model_revision
-            query.inference_us = rows.inference_us
-            query.answered_ns = rows.answered_ns
-            self._touched.add(query.tp)
-        self.unconfirmed_bytes += len(rows.queries) * (group.stride + RECORD_OVERHEAD_BYTES)
+        self._touched.update([query.tp for query in rows.queries])
+        self.unconfirmed_bytes += begin_vectors(rows)
 
     def failure(self, query: Query) -> None:
         """Hold the error result of `query.failure`, and its dead letter if due."""
