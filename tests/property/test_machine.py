@@ -10,66 +10,47 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from aggregator.core import effects as fx
 from aggregator.core import events as ev
 from aggregator.core.query import ABANDONED, SETTLED, Query, TopicPartition
-from tests.harness.core import REFUSED, SERVER, TEXT_MISSING, Bench, make_query, of
+from tests.harness.core import REFUSED, SERVER, TEXT_MISSING, Bench, make_query
+from tests.harness.group import PARTITIONS, Group
 
-PARTITIONS: list[TopicPartition] = [("queries", n) for n in range(3)]
 WINDOW = 40
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(Group):
     """Drives the core; knows which records are durable and what was committed."""
 
     @initialize()
     def start(self) -> None:
         """Everything is assigned, one server is there."""
-        self.bench = Bench(window_records_max=WINDOW)
-        self.epoch = 0
-        self.owned: dict[TopicPartition, int] = {}
-        self.next_offset = dict.fromkeys(PARTITIONS, 0)
-        self.committed = dict.fromkeys(PARTITIONS, 0)
+        self.begin(Bench(window_records_max=WINDOW))
         self.admitted: dict[TopicPartition, list[Query]] = {tp: [] for tp in PARTITIONS}
         self.durable: set[tuple[TopicPartition, int]] = set()
         self.to_report: list[tuple[Query, bool]] = []
         self.outcomes: dict[int, int] = {}
         self.refailed: set[int] = set()
-        self.queries: list[Query] = []
         self.commits: dict[int, fx.Commit] = {}
-        self.revoking: list[TopicPartition] = []
-        self.revoke_id = 0
-        self.paused: set[TopicPartition] = set()
         self.feed(ev.ServerChanged(model="model", server=SERVER, phase=ev.ServerPhase.DOWN))
         self.take(self.bench.server())
         self.assign_all()
 
-    def feed(self, event: ev.Event) -> None:
-        """Hand an event in and carry out what is immediate."""
-        self.take(self.bench.feed(event))
-
-    def take(self, effects: list[fx.Effect]) -> None:
-        """Note what the core asked for."""
-        for effect in effects:
-            if isinstance(effect, fx.Write):
-                for rows in effect.vectors:
-                    self.written(rows.queries, resent=rows.alone)
-                self.written([r.query for r in effect.errors], resent=False)
-                self.to_report.extend((row.query, True) for row in effect.letters)
-            elif isinstance(effect, fx.Commit):
-                self.commits[effect.commit_id] = effect
-                for offset in effect.offsets:
-                    self.check_commit(offset)
-            elif isinstance(effect, fx.Release):
-                for tp in self.revoking:
-                    self.owned.pop(tp, None)
-                self.revoking = []
-            elif isinstance(effect, fx.Pause):
-                self.paused.update(effect.partitions)
-            elif isinstance(effect, fx.Resume):
-                self.paused.difference_update(effect.partitions)
+    def note(self, effect: fx.Effect) -> None:
+        """Also what is written and committed."""
+        if isinstance(effect, fx.Write):
+            for rows in effect.vectors:
+                self.written(rows.queries, resent=rows.alone)
+            self.written([r.query for r in effect.errors], resent=False)
+            self.to_report.extend((row.query, True) for row in effect.letters)
+        elif isinstance(effect, fx.Commit):
+            self.commits[effect.commit_id] = effect
+            for offset in effect.offsets:
+                self.check_commit(offset)
+        else:
+            super().note(effect)
 
     def written(self, queries: list[Query], *, resent: bool) -> None:
         """A result was handed to the sink."""
@@ -92,15 +73,9 @@ class Machine(RuleBasedStateMachine):
                 assert (offset.tp, query.offset) in self.durable, f"{query.id} is not durable"
 
     def assign_all(self) -> None:
-        """Bring every partition that is away, from its committed offset on."""
-        away = [tp for tp in PARTITIONS if tp not in self.owned]
-        self.epoch += 1
-        for tp in away:
-            self.owned[tp] = self.epoch
-            self.next_offset[tp] = self.committed[tp]
-            self.admitted[tp] = []
-            self.paused.discard(tp)
-        self.feed(ev.PartitionsAssigned(epoch=self.epoch, partitions=away))
+        """As ever; what is read of them is counted anew."""
+        self.admitted |= {tp: [] for tp in PARTITIONS if tp not in self.owned}
+        super().assign_all()
 
     @rule(data=st.data(), count=st.integers(1, 20), gap=st.integers(0, 2))
     def poll(self, data: st.DataObject, count: int, gap: int) -> None:
@@ -190,31 +165,6 @@ class Machine(RuleBasedStateMachine):
                 assert offset.offset_next >= self.committed[offset.tp], "an offset went back"
                 self.committed[offset.tp] = offset.offset_next
 
-    @precondition(lambda self: not self.revoking and self.owned)
-    @rule(data=st.data())
-    def revoke(self, data: st.DataObject) -> None:
-        """Some partitions are asked back."""
-        self.revoking = data.draw(
-            st.lists(st.sampled_from(sorted(self.owned)), min_size=1, unique=True)
-        )
-        self.revoke_id += 1
-        self.feed(ev.PartitionsRevoking(revoke_id=self.revoke_id, partitions=list(self.revoking)))
-
-    @precondition(lambda self: self.owned and not self.revoking)
-    @rule(data=st.data())
-    def lose(self, data: st.DataObject) -> None:
-        """Some partitions are gone."""
-        lost = data.draw(st.lists(st.sampled_from(sorted(self.owned)), min_size=1, unique=True))
-        for tp in lost:
-            del self.owned[tp]
-        self.feed(ev.PartitionsLost(partitions=lost))
-
-    @precondition(lambda self: not self.revoking)
-    @rule()
-    def assign(self) -> None:
-        """What is away comes back."""
-        self.assign_all()
-
     @rule(ms=st.sampled_from([0, 1, 20, 150, 1200]))
     def pass_time(self, ms: int) -> None:
         """Time passes."""
@@ -231,6 +181,11 @@ class Machine(RuleBasedStateMachine):
     def never_negative(self) -> None:
         """Bytes are given back once."""
         assert self.bench.core.buffer_bytes >= 0
+
+    @invariant()
+    def never_halts(self) -> None:
+        """No outage here lasts long enough for that."""
+        assert self.halt is None
 
     def all_done(self) -> bool:
         """Whether nothing is on its way any more."""
@@ -266,7 +221,6 @@ class Machine(RuleBasedStateMachine):
             if self.admitted[tp]:
                 assert self.committed[tp] == self.next_offset[tp]
         assert all(query.phase in (SETTLED, ABANDONED) for query in self.queries)
-        assert not of([], fx.Halt)
 
 
 TestMachine = Machine.TestCase

@@ -11,11 +11,12 @@ that, as real consumers do.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from aggregator.core import effects as fx
 from aggregator.core import events as ev
@@ -23,8 +24,8 @@ from aggregator.core.failures import Failure
 from aggregator.core.query import ABANDONED, SETTLED, Query, TopicPartition
 from aggregator.core.transactions import TransactionOptions
 from tests.harness.core import MODEL, MS, REFUSED, SERVER, TEXT_MISSING, Bench, make_query, of
+from tests.harness.group import PARTITIONS, Group
 
-PARTITIONS: list[TopicPartition] = [("queries", n) for n in range(3)]
 WINDOW = 40
 TIMEOUT_MS = 10_000
 
@@ -41,7 +42,7 @@ class Open:
     abort_asked_ns: int | None = None
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(Group):
     """Drives the core and is the broker."""
 
     @initialize()
@@ -50,22 +51,13 @@ class Machine(RuleBasedStateMachine):
         options = TransactionOptions(
             timeout_ns=TIMEOUT_MS * MS, records_max=25, bytes_max=40 * 1024
         )
-        self.bench = Bench(transactions=options, window_records_max=WINDOW)
-        self.epoch = 0
-        self.owned: dict[TopicPartition, int] = {}
+        self.begin(Bench(transactions=options, window_records_max=WINDOW))
         self.log: dict[TopicPartition, list[tuple[int, int]]] = {tp: [] for tp in PARTITIONS}
         """By partition: offset and kind of each record."""
         self.end = dict.fromkeys(PARTITIONS, 0)
-        self.next_offset = dict.fromkeys(PARTITIONS, 0)
-        self.committed = dict.fromkeys(PARTITIONS, 0)
         self.visible: Counter[Place] = Counter()
         self.letters: Counter[Place] = Counter()
         self.open: Open | None = None
-        self.queries: list[Query] = []
-        self.revoking: list[TopicPartition] = []
-        self.revoke_id = 0
-        self.paused: set[TopicPartition] = set()
-        self.halt: fx.Halt | None = None
         self.halved: set[int] = set()
         """Claims of which the later half is answered."""
         self.take(self.bench.server())
@@ -73,37 +65,30 @@ class Machine(RuleBasedStateMachine):
 
     # Effects -------------------------------------------------------------------------------------
 
-    def feed(self, event: ev.Event) -> None:
-        """Hand an event in and carry out what is immediate."""
-        self.take(self.bench.feed(event))
-
-    def take(self, effects: list[fx.Effect]) -> None:
-        """Note what the core asked for."""
-        for effect in effects:
-            assert not isinstance(effect, (fx.Write, fx.Commit)), "outside a transaction"
-            if isinstance(effect, fx.CommitTransaction):
-                assert self.open is None, "two transactions at once"
-                assert len(set(effect.offsets)) == len(effect.offsets) > 0
-                self.open = Open(effect)
-            elif isinstance(effect, fx.AbortTransaction):
-                assert self.open is not None
-                assert self.open.effect.commit_id == effect.commit_id
-                self.open.abort_asked_ns = self.bench.now_ns
-            elif isinstance(effect, fx.Release):
-                for tp in self.revoking:
-                    # One of an earlier epoch can't be committed any more.
-                    open_in = self.holds(tp) and self.open is not None and self.open.sent
-                    assert not open_in, "released with a transaction open"
-                    self.owned.pop(tp, None)
-                self.revoking = []
-            elif isinstance(effect, fx.Pause):
-                self.paused.update(effect.partitions)
-            elif isinstance(effect, fx.Resume):
-                self.paused.difference_update(effect.partitions)
-            elif isinstance(effect, fx.Halt):
-                self.halt = effect
+    def take(self, effects: Sequence[fx.Effect]) -> None:
+        """As ever; a stream that is to be cut is."""
+        super().take(effects)
         if of(effects, fx.Cancel):
             self.cut_stream()
+
+    def note(self, effect: fx.Effect) -> None:
+        """Also the transaction."""
+        assert not isinstance(effect, (fx.Write, fx.Commit)), "outside a transaction"
+        if isinstance(effect, fx.CommitTransaction):
+            assert self.open is None, "two transactions at once"
+            assert len(set(effect.offsets)) == len(effect.offsets) > 0
+            self.open = Open(effect)
+        elif isinstance(effect, fx.AbortTransaction):
+            assert self.open is not None
+            assert self.open.effect.commit_id == effect.commit_id
+            self.open.abort_asked_ns = self.bench.now_ns
+        elif isinstance(effect, fx.Release):
+            # One of an earlier epoch can't be committed any more.
+            sent = self.open is not None and self.open.sent
+            assert not (sent and any(map(self.holds, self.revoking))), (
+                "released with a transaction open"
+            )
+        super().note(effect)
 
     def cut_stream(self) -> None:
         """The server was silent for too long: its claims are lost, and it comes back."""
@@ -116,43 +101,9 @@ class Machine(RuleBasedStateMachine):
         """Whether the open transaction has offsets of a partition."""
         return self.open is not None and any(o.tp == tp for o in self.open.effect.offsets)
 
-    # The group -----------------------------------------------------------------------------------
-
-    def assign_all(self) -> None:
-        """Bring every partition that is away, from its committed offset on."""
-        sent = self.open is not None and self.open.sent
-        away = [tp for tp in PARTITIONS if tp not in self.owned and not (sent and self.holds(tp))]
-        self.epoch += 1
-        for tp in away:
-            self.owned[tp] = self.epoch
-            self.next_offset[tp] = self.committed[tp]
-            self.paused.discard(tp)
-        self.feed(ev.PartitionsAssigned(epoch=self.epoch, partitions=away))
-
-    @precondition(lambda self: not self.halt and not self.revoking)
-    @rule()
-    def assign(self) -> None:
-        """What is away comes back."""
-        self.assign_all()
-
-    @precondition(lambda self: not self.halt and not self.revoking and self.owned)
-    @rule(data=st.data())
-    def revoke(self, data: st.DataObject) -> None:
-        """Some partitions are asked back."""
-        self.revoking = data.draw(
-            st.lists(st.sampled_from(sorted(self.owned)), min_size=1, unique=True)
-        )
-        self.revoke_id += 1
-        self.feed(ev.PartitionsRevoking(revoke_id=self.revoke_id, partitions=list(self.revoking)))
-
-    @precondition(lambda self: not self.halt and self.owned and not self.revoking)
-    @rule(data=st.data())
-    def lose(self, data: st.DataObject) -> None:
-        """Some partitions are gone."""
-        lost = data.draw(st.lists(st.sampled_from(sorted(self.owned)), min_size=1, unique=True))
-        for tp in lost:
-            del self.owned[tp]
-        self.feed(ev.PartitionsLost(partitions=lost))
+    def withheld(self, tp: TopicPartition) -> bool:
+        """Its next owner waits for the offsets that are sent."""
+        return self.open is not None and self.open.sent and self.holds(tp)
 
     # Records and answers -------------------------------------------------------------------------
 
