@@ -202,7 +202,7 @@ def test_close_leaves_nothing_and_tells_nobody() -> None:
     engine.watch(deaths.append)
     engine.close()
     engine.close()
-    assert not group_members(engine.pid)
+    wait_until(lambda: not group_members(engine.pid))
     assert not deaths
     with pytest.raises(EngineDiedError):
         engine.embed([one(10)])
