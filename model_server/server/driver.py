@@ -297,7 +297,9 @@ class Driver:
     def take_unary(self, request: pb.EmbedRequest, caller: Caller) -> int | Failure:
         """The same for a unary call; returns the key to cancel it by, or why it is refused."""
         if self._untokenized_unary >= UNTOKENIZED_UNARY_MAX:
-            return too_much_held("Too many unary calls wait for the tokenizer.", 100)
+            failure = too_much_held("Too many unary calls wait for the tokenizer.", 100)
+            self._telling.refused(failure)
+            return failure
         arrived_ns = time.monotonic_ns()
         columns = self._read(request, arrived_ns)
         if isinstance(columns, Failure):

@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from model_server.engines.base import Text, Tokens
+from model_server.server import driver
 from model_server.vectors import Encoding, encode
 from protos.embedding.v1 import embedding_service_pb2 as pb
 from tests.harness.model_server import (
@@ -359,6 +360,20 @@ async def test_unary_callers_have_a_bounded_share_of_their_own(
     server.engine.gate.set()
     await stream.answers(request_id)
     assert len((await holding).outputs) == 20
+
+
+async def test_unary_calls_that_wait_for_the_tokenizer_are_bounded(
+    server: Running, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "UNTOKENIZED_UNARY_MAX", 0)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub_of(channel).Embed(pb.EmbedRequest(inputs=[pb.Input(text="a")]))
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert reasons(error_status(raised.value)) == ("TOO_MUCH_HELD", None, True)
+    refused = server.server._metrics.registry.get_sample_value(
+        "model_server_requests_refused_total", {"reason": "TOO_MUCH_HELD"}
+    )
+    assert refused == 1
 
 
 async def test_a_cancelled_unary_call_leaves_the_queue(
