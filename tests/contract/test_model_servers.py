@@ -134,6 +134,16 @@ async def connect() -> AsyncIterator[Callable[..., Client]]:
 Connect = Callable[..., Client]
 
 
+async def with_a_claim_unanswered(server: FakeModelServer, connect: Connect) -> Client:
+    """A client whose claim 1 is with the server, which does not answer."""
+    server.answering = False
+    client = connect(f"127.0.0.1:{server.port}")
+    address = await client.ready()
+    client.servers.send(claim(1, address))
+    await server.requests.get()
+    return client
+
+
 # What both the fake and the real server do -------------------------------------------------------
 
 
@@ -302,11 +312,8 @@ async def test_it_comes_back(server: FakeModelServer, connect: Connect) -> None:
 async def test_a_cut_stream_loses_its_claims_and_is_opened_again(
     server: FakeModelServer, connect: Connect
 ) -> None:
-    server.answering = False
-    client = connect(f"127.0.0.1:{server.port}")
+    client = await with_a_claim_unanswered(server, connect)
     address = await client.ready()
-    client.servers.send(claim(1, address))
-    await server.requests.get()
     client.servers.cancel(Cancel(model=MODEL, server=address, message="silent for 15 s"))
     await client.until(lambda: len(client.of(ClaimLost)) == 1)
     (lost,) = client.of(ClaimLost)
@@ -326,11 +333,7 @@ async def test_a_cut_stream_loses_its_claims_and_is_opened_again(
 async def test_an_answer_to_nothing_cuts_the_stream(
     server: FakeModelServer, connect: Connect, response: pb.EmbedStreamResponse
 ) -> None:
-    server.answering = False
-    client = connect(f"127.0.0.1:{server.port}")
-    address = await client.ready()
-    client.servers.send(claim(1, address))
-    await server.requests.get()
+    client = await with_a_claim_unanswered(server, connect)
     server.send(response)
     await client.until(lambda: len(client.of(ClaimLost)) == 1)
     assert "which is not open" in client.of(ClaimLost)[0].message
@@ -358,11 +361,7 @@ async def test_another_models_server_is_not_used(connect: Connect) -> None:
 async def test_draining_servers_answer_what_they_hold_and_end(
     server: FakeModelServer, connect: Connect
 ) -> None:
-    server.answering = False
-    client = connect(f"127.0.0.1:{server.port}")
-    address = await client.ready()
-    client.servers.send(claim(1, address))
-    await server.requests.get()
+    client = await with_a_claim_unanswered(server, connect)
     server.send(pb.EmbedStreamResponse(state=state(draining=True)))
     await client.until(lambda: client.of(ServerChanged)[-1].phase is ServerPhase.DRAINING)
     refused = pb.EmbedStreamResponse(request_id=1, last=True)
