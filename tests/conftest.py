@@ -6,6 +6,7 @@ skip on a developer's machine and a failure with CI=true.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -55,12 +56,9 @@ def unique_name(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex[:10]}"
 
 
-@pytest.fixture(scope="session")
-def kafka() -> Iterator[KafkaNode]:
-    """One real Apache Kafka node for the whole session; `bootstrap_servers` is its address.
-
-    Tests that kill or freeze it start their own `KafkaNode`.
-    """
+@contextlib.contextmanager
+def running_node() -> Iterator[KafkaNode]:
+    """A real Apache Kafka node of one's own, where one can run."""
     node = KafkaNode()
     try:
         node.start()
@@ -70,6 +68,16 @@ def kafka() -> Iterator[KafkaNode]:
         yield node
     finally:
         node.stop()
+
+
+@pytest.fixture(scope="session")
+def kafka() -> Iterator[KafkaNode]:
+    """One real Apache Kafka node for the whole session; `bootstrap_servers` is its address.
+
+    Tests that kill or freeze it start their own.
+    """
+    with running_node() as node:
+        yield node
 
 
 def wait_until_known(admin: AdminClient, topic: str) -> None:

@@ -16,8 +16,8 @@ from rich.console import Console
 from ops.bench.backlog import run as work_off
 from ops.bench.common import process_cpu_s, read_queries
 from ops.bench.rss import rss_bytes
-from ops.kafka.node import KafkaNode, KafkaUnavailableError
-from tests.conftest import unavailable
+from ops.kafka.node import KafkaNode
+from tests.conftest import running_node
 from tests.harness.accounts import Sent
 from tests.harness.kafka_stack import Stack
 from tests.harness.ledger import Ledger
@@ -33,13 +33,8 @@ RSS_MIB_MAX = 384
 @pytest.fixture
 def node() -> Iterator[KafkaNode]:
     """One whose topics nobody else uses."""
-    node = KafkaNode()
-    try:
-        node.start()
-    except KafkaUnavailableError as error:
-        unavailable(str(error))
-    yield node
-    node.stop()
+    with running_node() as node:
+        yield node
 
 
 def send(ledger: Ledger, name: str, partition: int = 0, **fields: object) -> None:

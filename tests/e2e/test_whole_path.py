@@ -8,22 +8,14 @@ from __future__ import annotations
 import pytest
 
 from ops.bench.common import read_queries
-from ops.kafka.node import KafkaNode, KafkaUnavailableError
 from ops.verify import Engine, verify
-from tests.conftest import unavailable
+from tests.conftest import running_node
 
 
 @pytest.mark.kafka
 @pytest.mark.torch
 @pytest.mark.timeout(600)
 def test_every_query_gets_the_one_vector_of_its_text() -> None:
-    node = KafkaNode()
-    try:
-        node.start()
-    except KafkaUnavailableError as error:
-        unavailable(str(error))
-    try:
+    with running_node() as node:
         verdict = verify(read_queries(None, 400), node.bootstrap_servers, Engine(name="torch"))
-    finally:
-        node.stop()
     assert verdict.ok, verdict

@@ -20,8 +20,8 @@ from datetime import datetime
 import pytest
 
 from aggregator.runtime.process import HANG_S, STOP_GRACE_S
-from ops.kafka.node import KafkaNode, KafkaUnavailableError
-from tests.conftest import unavailable
+from ops.kafka.node import KafkaNode
+from tests.conftest import running_node
 from tests.harness.ledger import Ledger
 from tests.harness.processes import CommandProcess, Line, free_port, simulated_server
 
@@ -75,14 +75,9 @@ def test_without_a_broker_at_start_it_ends_at_once(
 
 @pytest.fixture
 def node() -> Iterator[KafkaNode]:
-    node = KafkaNode()
-    try:
-        node.start()
-    except KafkaUnavailableError as error:
-        unavailable(str(error))
-    yield node
-    node.unfreeze()
-    node.stop()
+    with running_node() as node:
+        yield node
+        node.unfreeze()
 
 
 def moment(line: Line) -> float:
