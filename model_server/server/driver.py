@@ -2,7 +2,7 @@
 
 No policy: what runs, who is answered and what is refused is the scheduler's. Invariants: events are
 fed from the loop only, one after the other; a request is known here from its arrival until its last
-answer was ordered; a vector that is not of the shape it must have makes its pass one that raised.
+answer was ordered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Passes as the scheduler orders them: inputs to the engine's thread, vectors to their callers.
 
 Knows a pass from its order until its answers are sent, or until it is given up with its engine.
-Invariant: what the engine returns for a pass that was given up goes nowhere. What runs, and who is
-answered, is the scheduler's.
+Invariants: what the engine returns for a pass that was given up goes nowhere; vectors that are not
+of the shape they must have make their pass one that raised. What runs, and who is answered, is the
+scheduler's.
 """
 
 from __future__ import annotations
