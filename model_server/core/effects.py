@@ -38,12 +38,16 @@ class PassKind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class RunPass:
-    """Run these inputs in one forward pass, in this order."""
+    """Run these inputs in one forward pass, in this order.
+
+    `batch_tokens_target` is what was aimed at when it was cut.
+    """
 
     pass_id: int
     kind: PassKind
     parts: Sequence[Part]
     tokens: int
+    batch_tokens_target: int
 
 
 @dataclass(slots=True, kw_only=True)

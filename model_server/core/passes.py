@@ -36,6 +36,7 @@ class RunningPass:
     kind: PassKind
     parts: Sequence[Part]
     tokens: int
+    batch_tokens_target: int
     since_ns: int
     awaited: int | None
 

@@ -279,6 +279,7 @@ class Scheduler:
             kind=kind,
             parts=parts,
             tokens=tokens,
+            batch_tokens_target=self._limits.batch_tokens_target,
             since_ns=now_ns,
             awaited=awaited,
         )
@@ -299,6 +300,7 @@ class Scheduler:
                     kind=running.kind,
                     parts=running.parts,
                     tokens=running.tokens,
+                    batch_tokens_target=running.batch_tokens_target,
                 )
             )
 

@@ -60,7 +60,8 @@ class Telling:
         """The canonical line of a pass, and its metrics."""
         scheduler, metrics = self._scheduler, self._metrics
         inference_us = (answer.ended_ns - answer.started_ns) // 1_000
-        fill = run.tokens / scheduler.limits.batch_tokens_target
+        # The pass may have moved the target by now: what it was cut for counts.
+        fill = run.tokens / run.batch_tokens_target
         metrics.observe_pass(inputs, run.tokens, fill, inference_us / 1e6)
         metrics.engine_passes.inc(len(ran.passes or ()))
         metrics.queued_tokens.set(scheduler.queued_tokens)
@@ -73,6 +74,7 @@ class Telling:
             requests=len(run.parts),
             inputs=inputs,
             tokens=run.tokens,
+            batch_tokens_target=run.batch_tokens_target,
             fill_ratio=round(fill, 3),
             pass_ms=inference_us / 1_000,
             queued_tokens=scheduler.queued_tokens,

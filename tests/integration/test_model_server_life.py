@@ -207,7 +207,13 @@ async def test_a_target_that_moves_is_told_to_every_stream(tmp_path: Path) -> No
             "model_server_batch_tokens_target_implied 8.0",
         ):
             assert line in text.splitlines()
-        assert server.log.getvalue().count("target moved") == 1
+        log = [json.loads(line) for line in server.log.getvalue().splitlines()]
+        assert [line["event"] for line in log].count("target moved") == 1
+        # The pass that moved it is held against the target that it was cut for.
+        passes = [line for line in log if line["event"] == "pass"]
+        assert {line["batch_tokens_target"] for line in passes} == {256}
+        for line in passes:
+            assert line["fill_ratio"] == round(line["tokens"] / 256, 3)
 
 
 async def test_without_a_profile_one_is_measured_at_start() -> None:
