@@ -99,25 +99,27 @@ def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
                 yield name, entry["shape"]
 
 
-def measured_peak_flops(device: str, precision: str, *, seconds: float = 1.0) -> float:
+def measured_peak_flops(device: str, precision: str, *, seconds: float = 3.0) -> float:
     """Operations a second of this machine: the best of square matrix products, by torch.
 
-    `device` as torch names it. The largest of several sizes counts, since small ones do not fill a
-    GPU and large ones do not fit a cache.
+    `device` as torch names it. The best of several sizes counts, since small ones do not fill a
+    GPU and large ones do not fit a cache. They take turns, so that other work on the machine does
+    not fall on one of them alone.
     """
     import torch  # noqa: PLC0415 - an extra
 
     dtype = getattr(torch, precision)
     sizes = (4_096, 8_192) if device.startswith("cuda") else (768, 1_536, 2_304)
+    pairs = {
+        size: [torch.randn(size, size, device=device).to(dtype) for _ in range(2)] for size in sizes
+    }
+    for pair in pairs.values():  # libraries set themselves up
+        _product_s(*pair)
+    ends_at = time.perf_counter() + seconds
     best = 0.0
-    for size in sizes:
-        left = torch.randn(size, size, device=device).to(dtype)
-        right = torch.randn(size, size, device=device).to(dtype)
-        ends_at = time.perf_counter() + seconds / len(sizes)
-        times_s = [_product_s(left, right) for _ in range(2)][1:]
-        while time.perf_counter() < ends_at:
-            times_s.append(_product_s(left, right))
-        best = max(best, 2.0 * size**3 / min(times_s))
+    while not best or time.perf_counter() < ends_at:
+        for size, pair in pairs.items():
+            best = max(best, 2.0 * size**3 / _product_s(*pair))
     return best
 
 

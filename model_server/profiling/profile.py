@@ -52,12 +52,32 @@ class Profile:
         return saturation(self.measured, self.options, splitmix(_SEED))
 
     def mfu(self, pass_ms: Sequence[float]) -> list[float] | None:
-        """Model FLOPs utilisation: what passes of these times did, over what the machine can do."""
-        if self.pass_flops is None or self.peak_flops is None:
+        """Model FLOPs utilisation: what passes of these times did, over what the machine can do.
+
+        None: operations or peak are not known, or the peak is not one (`mfu_unknown` says which).
+        """
+        done = self._flops_per_s(pass_ms)
+        if done is None or self.peak_flops is None or max(done) > self.peak_flops:
+            return None
+        return [flops / self.peak_flops for flops in done]
+
+    def mfu_unknown(self, pass_ms: Sequence[float]) -> str:
+        """Why there is no MFU, for people; empty: there is one."""
+        done = self._flops_per_s(pass_ms)
+        if done is None or self.peak_flops is None:
+            return self.flops_unknown
+        if (best := max(done)) <= self.peak_flops:
+            return ""
+        return (
+            f"passes did up to {flops_text(best)}, so the peak of {flops_text(self.peak_flops)} "
+            f"({self.peak_source}) is too low"
+        )
+
+    def _flops_per_s(self, pass_ms: Sequence[float]) -> list[float] | None:
+        if self.pass_flops is None:
             return None
         return [
-            flops / (time_ms / 1e3) / self.peak_flops
-            for flops, time_ms in zip(self.pass_flops, pass_ms, strict=True)
+            flops / (time_ms / 1e3) for flops, time_ms in zip(self.pass_flops, pass_ms, strict=True)
         ]
 
 

@@ -32,13 +32,14 @@ def _table(profile: Profile, curve: Saturation) -> Table:
         table.add_column(column, justify="left" if column == "" else "right")
     pass_ms = [point.pass_ms for point in curve.points]
     mfu = profile.mfu(pass_ms)
+    evened = _evened(curve)
     times = list(zip(*profile.measured.rounds_ms, strict=True))
     for index, point in enumerate(curve.points):
         is_target = point.tokens == curve.target.tokens
         table.add_row(
             f"{point.tokens:.0f}",
             str(profile.texts[index]),
-            f"{curve.medians[index].pass_ms:.2f}",
+            f"{curve.medians[index].pass_ms:.2f}{'*' if index in evened else ' '}",
             f"{min(times[index]):.2f}",
             f"{max(times[index]):.2f}",
             f"{point.tokens_per_ms * 1e3:,.0f}",
@@ -49,14 +50,23 @@ def _table(profile: Profile, curve: Saturation) -> Table:
     return table
 
 
+def _evened(curve: Saturation) -> set[int]:
+    """Which sizes' times differ from their medians, since a larger pass took less."""
+    pairs = zip(curve.medians, curve.points, strict=True)
+    return {index for index, (median, even) in enumerate(pairs) if median != even}
+
+
 def sentences(profile: Profile, curve: Saturation) -> list[str]:
     """What the table says, a line each."""
-    rounds = len(profile.measured.rounds_ms)
-    lines = [
-        f"{rounds} rounds over {len(curve.points)} sizes in mixed order. Pass ms is the median.",
-        f"Fit: {formula(curve.fit)}.",
-        _knee(curve),
-    ]
+    rounds, sizes = len(profile.measured.rounds_ms), len(curve.points)
+    times = f"{rounds} times" if rounds > 1 else "once"
+    lines = [f"Each of {sizes} sizes ran {times}, in mixed order; pass ms is the median."]
+    if _evened(curve):
+        lines.append(
+            "* A larger pass took less time. Tokens/s, MFU and the target go by times evened out "
+            "over such neighbours, so that they never fall as passes grow."
+        )
+    lines += [f"Fit: {formula(curve.fit)}.", _knee(curve)]
     interval = f"95% interval {curve.target_low} to {curve.target_high}"
     lines.append(f"Target: {curve.target.tokens} tokens ({interval}): {_why(profile, curve)}.")
     largest = int(curve.points[-1].tokens)
@@ -65,10 +75,10 @@ def sentences(profile: Profile, curve: Saturation) -> list[str]:
             f"Throughput is best at the largest size measured ({largest} tokens): passes beyond it "
             "may do better."
         )
-    if profile.peak_flops is not None:
+    if unknown := profile.mfu_unknown([point.pass_ms for point in curve.points]):
+        lines.append(f"MFU is not known: {unknown}.")
+    elif profile.peak_flops is not None:
         lines.append(f"Peak: {flops_text(profile.peak_flops)}, {profile.peak_source}.")
-    else:
-        lines.append(f"MFU is not known: {profile.flops_unknown}.")
     return lines
 
 
@@ -85,9 +95,12 @@ def _knee(curve: Saturation) -> str:
 
 
 def _why(profile: Profile, curve: Saturation) -> str:
-    if curve.target.rule is TargetRule.LIMIT:
-        return f"the largest whose pass takes at most {profile.options.pass_ms_max:g} ms"
+    if curve.target.rule is TargetRule.THROUGHPUT:
+        return "the smallest with at least 90% of the best throughput"
+    limit = f"{profile.options.pass_ms_max:g} ms"
     if curve.target.rule is TargetRule.LATENCY_SLACK:
         slack = profile.options.latency_slack_ratio or 0.0
         return f"the largest whose pass takes at most {1 + slack:.3g} times the flat latency"
-    return "the smallest with at least 90% of the best throughput"
+    if curve.points[0].pass_ms > profile.options.pass_ms_max:
+        return f"the smallest measured, since all passes take more than {limit}"
+    return f"the largest whose pass takes at most {limit}"

@@ -182,8 +182,49 @@ def test_people_are_told_what_it_says() -> None:
     )
 
 
+def test_the_table_says_what_its_times_are() -> None:
+    assert "Each of 19 sizes ran 3 times, in mixed order; pass ms is the median." in shown(
+        profile()
+    )
+    assert "sizes ran once, in" in shown(profile(replace(CPU, rounds_ms=CPU.rounds_ms[:1])))
+    assert "*" not in shown(profile())
+    # 32 tokens were held up, so 45 took less time.
+    held_up = tuple(
+        9.7 if size == 32 else ms for size, ms in zip(SIZES, CPU.rounds_ms[0], strict=True)
+    )
+    text = shown(profile(replace(CPU, rounds_ms=(held_up,))))
+    rows = {line.split()[1]: line.split() for line in text.splitlines() if line.startswith("│")}
+    assert [tokens for tokens, row in rows.items() if "*" in row[5]] == ["32", "45"]
+    assert [rows["32"][5], rows["45"][5]] == ["9.70*", "9.50*"]
+    # 9.6 ms for both.
+    assert [rows["32"][11], rows["45"][11]] == ["3,333", "4,688"]
+    assert "* A larger pass took less time. Tokens/s, MFU and the target go by" in text
+
+
+def test_no_utilisation_beyond_the_machine_is_told(tmp_path: Path) -> None:
+    # The largest pass did 198 GFLOP/s.
+    too_low = profile(peak_flops=1.9e11, peak_source="measured here")
+    text = shown(too_low)
+    assert (
+        "MFU is not known: passes did up to 198 GFLOP/s, so the peak of 190 GFLOP/s "
+        "(measured here) is too low." in text
+    )
+    assert "%" not in text.replace("95%", "").replace("90%", "")
+    assert {point["mfu"] for point in json.loads(as_json(too_low))["points"]} == {None}
+    assert [path.name for path in draw_plots(too_low, tmp_path)] == [
+        "latency.png",
+        "throughput.png",
+    ]
+    assert "MFU is not known" not in shown(profile(peak_flops=2e11))
+
+
+def test_a_target_that_no_pass_meets_says_so() -> None:
+    slow = shown(profile(options=TargetOptions(pass_ms_max=1.0)))
+    assert "the smallest measured, since all passes take more than 1 ms." in slow
+
+
 def test_three_plots_are_drawn(tmp_path: Path) -> None:
-    drawn = draw_plots(profile(GPU), tmp_path / "made")
+    drawn = draw_plots(profile(GPU, peak_flops=4e12), tmp_path / "made")
     assert [path.name for path in drawn] == ["latency.png", "throughput.png", "mfu.png"]
     for path in drawn:
         assert path.read_bytes().startswith(PNG)
