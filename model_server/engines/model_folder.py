@@ -23,6 +23,7 @@ POOLING_MODES: Final = (
     "weightedmean",
     "lasttoken",
 )
+_POOLING_SETTING: Final = "MODEL_SERVER_POOLING"
 
 _POOLING_FLAGS: Final = {
     "pooling_mode_cls_token": "cls",
@@ -138,17 +139,17 @@ def read_model_folder(path: str | Path, pooling: str | None = None) -> ModelFold
     root = Path(path)
     if not root.is_dir():
         raise ModelRefusedError(f"no such model folder: {root}")
-    asked = _pooling_modes(pooling.split(","), "the pooling option") if pooling else None
+    asked = _pooling_modes(pooling.split(","), _POOLING_SETTING) if pooling else None
     if (root / "modules.json").is_file():
         transformer, declared, tail = _read_modules(root)
         if asked is not None and asked != declared.modes:
             raise ModelRefusedError(
-                f"the pooling option says {','.join(asked)} but the model itself declares "
-                f"{','.join(declared.modes)}: leave the option out"
+                f"{_POOLING_SETTING} says {','.join(asked)} but the model itself declares "
+                f"{','.join(declared.modes)}: leave the setting out"
             )
     elif asked is None:
         raise ModelRefusedError(
-            f"{root} has no modules.json, so its pooling is unknown: set the pooling option to one "
+            f"{root} has no modules.json, so its pooling is unknown: set {_POOLING_SETTING} to one "
             f"of {', '.join(POOLING_MODES)}, as the model's authors say"
         )
     else:

@@ -195,7 +195,7 @@ def test_an_old_folder_with_its_transformer_below(folder: Path) -> None:
 
 def test_without_modules_the_pooling_must_be_said(folder: Path) -> None:
     (folder / "modules.json").unlink()
-    with pytest.raises(ModelRefusedError, match=r"no modules\.json.*pooling option"):
+    with pytest.raises(ModelRefusedError, match=r"no modules\.json.* set MODEL_SERVER_POOLING to"):
         read_model_folder(folder)
     model = read_model_folder(folder, pooling="cls, max")
     assert model.pooling.modes == ("cls", "max")
