@@ -83,7 +83,7 @@ class Intake:
 _HEADERS_UNREADABLE = Failure(
     code=Code.INVALID_ARGUMENT,
     reason=Reason.UNDECODABLE,
-    message="undecodable: the name of a header is not valid UTF-8",
+    message="the name of a header is not valid UTF-8",
     dead_letter=True,
 )
 """The client raises for such a name, and when asked again gives a list that ends the process."""

@@ -306,11 +306,17 @@ def _checked_model(model: str | None, options: DecodeOptions) -> str:
             Failure(
                 code=Code.NOT_FOUND,
                 reason=Reason.MODEL_UNKNOWN,
-                message=f"model {_echo(model)} is not configured",
+                message=_unknown_model(model, options.models),
                 field="model",
             )
         )
     return model
+
+
+def _unknown_model(model: str, served: frozenset[str]) -> str:
+    names = ", ".join(_echo(name) for name in sorted(served))
+    message = f"model {_echo(model)} is not configured; served: {names}"
+    return message if len(message) <= _MESSAGE_MAX else message[:_MESSAGE_MAX] + "..."
 
 
 def _set_text(query: Query, text: str | None, size: int, options: DecodeOptions) -> None:
@@ -353,7 +359,7 @@ def _undecodable(why: str) -> _RefusedError:
         Failure(
             code=Code.INVALID_ARGUMENT,
             reason=Reason.UNDECODABLE,
-            message=f"undecodable: {why.strip()[:_MESSAGE_MAX]}",
+            message=why.strip()[:_MESSAGE_MAX],
             dead_letter=True,
         )
     )

@@ -110,7 +110,7 @@ class ResultEncoder:
         if not query.protobuf:
             document = self._document(query, group, row)
             document["model_revision"] = model_revision
-            document["queue_ms"] = queue_ms
+            document["queue_ms"] = round(queue_ms, 3)  # nanoseconds say nothing
             document["inference_ms"] = self._inference_ms
             return self._record(query, orjson.dumps(document, option=_NUMPY), _OK_HEADER)
         identifier = query.id.encode()

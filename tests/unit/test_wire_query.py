@@ -435,7 +435,17 @@ def test_a_model_that_is_not_configured(model: str) -> None:
         assert (failure.code, failure.reason) == (Code.NOT_FOUND, Reason.MODEL_UNKNOWN)
         assert not failure.dead_letter
         assert query.model == ""
+        assert failure.message.endswith(" is not configured; served: 'a', 'b'")
         assert len(failure.message) < 100
+
+
+def test_many_served_names_are_cut() -> None:
+    names = frozenset(f"model-{number}" for number in range(1_000))
+    options = DecodeOptions(models=names, default_model="model-1")
+    message = refusal(from_json(None, options, model="other")).message
+    assert message.startswith("model 'other' is not configured; served: 'model-0', 'model-1'")
+    assert message.endswith("...")
+    assert len(message) < 250
 
 
 def test_several_models_need_a_name_or_a_default() -> None:
