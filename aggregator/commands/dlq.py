@@ -30,6 +30,7 @@ from aggregator.commands.dlq_show import json_lines, named, shown, table
 from aggregator.commands.dlq_topic import LetterReader, StoredLetter
 from aggregator.commands.kafka_client import DeadLetterTopics, KafkaClientError
 from aggregator.commands.options import letter_options, letter_topics_of, queries_option
+from aggregator.commands.wording import counted
 from aggregator.core.failures import Reason
 
 _AGE = re.compile(r"([0-9]{1,6})([smhd])")
@@ -326,5 +327,5 @@ class _Counted:
 def _summary(count: int, reader: LetterReader) -> str:
     counts = reader.counts
     replayed = f", {counts.replayed} replayed before and not shown" if counts.replayed else ""
-    foreign = f", {counts.foreign} records are no dead letters" if counts.foreign else ""
-    return f"{count} dead letters{replayed}{foreign}"
+    foreign = f", {counted(counts.foreign, 'other record')}" if counts.foreign else ""
+    return f"{counted(count, 'dead letter')}{replayed}{foreign}"

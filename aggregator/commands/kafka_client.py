@@ -215,7 +215,10 @@ def partitions_of(client: Consumer | Producer, topic: str, servers: str) -> list
         if found.error is not None and found.error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
             raise KafkaException(found.error)
         if found.error is not None or not found.partitions:
-            raise KafkaClientError(f"there is no topic {topic!r} at {servers}")
+            raise KafkaClientError(
+                f"there is no topic {topic!r} at {servers} (`aggregator topics create` makes those "
+                "of the settings)"
+            )
         return sorted(found.partitions)
 
     return looked_up(ask, servers)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from confluent_kafka import Message
 from google.protobuf.message import DecodeError
 
+from aggregator.commands.wording import counted
 from protos.embedding.v1 import query_pb2
 
 DIMENSIONS_SHOWN = 4
@@ -24,6 +25,8 @@ _ENCODING_NAMES = {
     for name, number in query_pb2.Encoding.items()
     if number
 }
+_TIMES = ("queue_ms", "inference_ms")
+"""To the microsecond when shown."""
 _NUMPY = {"float32": "<f4", "float16": "<f2", "int8": "i1", "ubinary": "u1"}
 
 
@@ -57,7 +60,8 @@ class ReceivedResult:
 
     def as_json(self) -> str:
         """The result on one line, by the schema of JSON results."""
-        return json.dumps(self.fields, ensure_ascii=False)
+        times = {name: round(self.fields[name], 3) for name in _TIMES if name in self.fields}
+        return json.dumps(self.fields | times, ensure_ascii=False)
 
     def as_line(self) -> str:
         """Id, status, tokens, times and the first numbers, for people."""
@@ -69,7 +73,7 @@ class ReceivedResult:
         more = " ..." if len(self.vector) > DIMENSIONS_SHOWN else ""
         queue_ms, inference_ms = self.fields.get("queue_ms", 0), self.fields.get("inference_ms", 0)
         return (
-            f"{self.id}  OK  {self.tokens} tokens  queue {queue_ms:.1f} ms  "
+            f"{self.id}  OK  {counted(self.tokens, 'token')}  queue {queue_ms:.1f} ms  "
             f"inference {inference_ms:.1f} ms  {len(self.vector)} dims [{numbers}{more}]"
         )
 
@@ -112,10 +116,12 @@ def _fields_of_protobuf(data: bytes) -> dict[str, Any]:
             fields[descriptor.name] = {part.name: content for part, content in value.ListFields()}
         elif descriptor.name == "encoding":
             fields["encoding"] = _ENCODING_NAMES[value]
+        elif descriptor.name == "scale":
+            fields["scale"] = _shortest(np.float32(value))
         else:
             fields[descriptor.name] = value
     if "embedding" in fields:
-        fields["embedding"] = _numbers(fields["embedding"], fields["encoding"]).tolist()
+        fields["embedding"] = _listed(fields["embedding"], fields["encoding"])
     return fields
 
 
@@ -127,15 +133,28 @@ def _fields_of_json(value: bytes) -> dict[str, Any]:
     embedding = fields.get("embedding")
     if isinstance(embedding, str):
         data = base64.b64decode(embedding, validate=True)
-        fields["embedding"] = _numbers(data, fields["encoding"]).tolist()
+        fields["embedding"] = _listed(data, fields["encoding"])
     return fields
 
 
 _READERS = {"application/protobuf": _fields_of_protobuf, "application/json": _fields_of_json}
 
 
-def _numbers(data: bytes, encoding: str) -> npt.NDArray[Any]:
-    return np.frombuffer(data, _NUMPY[encoding])
+def _listed(data: bytes, encoding: str) -> list[int] | list[float]:
+    """Whole numbers, or floats as `_shortest` has them."""
+    numbers: npt.NDArray[Any] = np.frombuffer(data, _NUMPY[encoding])
+    if numbers.dtype.kind == "f":
+        return [_shortest(number) for number in numbers.astype(np.float32)]
+    whole: list[int] = numbers.tolist()
+    return whole
+
+
+def _shortest(number: np.float32) -> float:
+    """The double that prints with the digits that tell a float32 from its neighbours, no more.
+
+    As in JSON results, where orjson writes float32 so.
+    """
+    return float(str(number))
 
 
 def _vector(fields: dict[str, Any]) -> npt.NDArray[np.float32] | None:

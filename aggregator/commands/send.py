@@ -24,6 +24,7 @@ from aggregator.commands.exchange import JSON, PROTOBUF, Arrival, Exchange, Quer
 from aggregator.commands.kafka_client import KafkaClientError
 from aggregator.commands.options import topic_options, topics_of
 from aggregator.commands.received import NotAResultError, read_result
+from aggregator.commands.wording import counted
 
 WINDOW_QUERIES_MAX = 1_000
 """Sent and not yet printed."""
@@ -210,11 +211,11 @@ class _Conversation:
 
     def summary(self) -> str:
         counts = self._counts
-        text = f"{counts.sent} sent, {counts.ok} OK, {counts.errors} errors"
+        text = f"{counts.sent:,} sent, {counts.ok:,} OK, {counted(counts.errors, 'error')}"
         if counts.missing:
-            text += f", {counts.missing} without a result in {self._timeout_s:g} s"
+            text += f", {counts.missing:,} without a result in {self._timeout_s:g} s"
         if self._exchange.duplicates:
-            text += f", {self._exchange.duplicates} duplicates"
+            text += f", {counted(self._exchange.duplicates, 'duplicate')}"
         return text
 
     def run(self, source: Iterator[bytes | None], progress: _Progress) -> None:

@@ -11,6 +11,7 @@ from aggregator.commands.options import topic_options, topics_of
 from aggregator.commands.received import NotAResultError, read_result
 
 _POLL_S = 0.2
+_READS_BEFORE_HINT = 5
 
 
 @click.command(
@@ -42,7 +43,10 @@ def tail(
     )
     try:
         with ResultReader(topics, from_beginning=from_beginning) as reader:
-            _follow(reader, count=count, as_json=as_json)
+            place = f"results on {topics.results!r} at {topics.bootstrap_servers}"
+            hint = "" if from_beginning else " (--from-beginning shows those there already)"
+            waiting = f"waiting for {place}{hint}; Ctrl-C ends"
+            _follow(reader, count=count, as_json=as_json, waiting=waiting)
     except KafkaClientError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
@@ -50,10 +54,15 @@ def tail(
         return
 
 
-def _follow(reader: ResultReader, *, count: int | None, as_json: bool) -> None:
-    printed = 0
+def _follow(reader: ResultReader, *, count: int | None, as_json: bool, waiting: str) -> None:
+    """Print until there are `count`; what is waited for is said once, if nothing comes at first."""
+    printed = reads = 0
     while True:
-        for record in reader.read(_POLL_S):
+        records = reader.read(_POLL_S)
+        reads += 1
+        if reads == _READS_BEFORE_HINT and not printed:
+            click.echo(waiting, err=True)
+        for record in records:
             try:
                 result = read_result(record)
                 line = result.as_json() if as_json else result.as_line()

@@ -195,7 +195,7 @@ def test_list_shows_when_where_and_why_and_filters(topics: Topics) -> None:
     (row,) = [row for row in rows if "ENGINE_DIED_ALONE" in row]
     assert f"{topics.queries}-0-0  INTERNAL" in row
     assert row.endswith("c   as the test wants")
-    assert done.stderr == "3 dead letters, 1 records are no dead letters\n"
+    assert done.stderr == "3 dead letters, 1 other record\n"
     (shown,) = topics.listed("--reason", "engine_died_alone")
     assert shown["source"]["topic"] == topics.queries
     assert shown["letter"] == {"partition": 1, "offset": 0}

@@ -7,8 +7,12 @@ people's results in between.
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -165,8 +169,8 @@ def test_lines_are_printed_in_their_order_whatever_order_results_have(
     assert done.exit_code == 0, done.stderr
     printed = [line.split("  ") for line in done.stdout.splitlines()]
     assert [words[0] for words in printed] == [f"l-{n}" for n in range(1, count + 1)]
-    assert [words[2] for words in printed[:2]] == ["2 tokens", "1 tokens"]
-    assert done.stderr.splitlines()[-1] == f"{count} sent, {count} OK, 0 errors"
+    assert [words[2] for words in printed[:2]] == ["2 tokens", "1 token"]
+    assert done.stderr.splitlines()[-1] == f"{count:,} sent, {count:,} OK, 0 errors"
 
 
 @pytest.mark.parametrize("content_type", ["protobuf", "json"])
@@ -223,6 +227,35 @@ def test_tail_prints_what_is_there_and_says_what_is_no_result(
     assert all(result.keys() & {"embedding", "error"} for result in results)
     # The other people's.
     assert "not a result (partition " in many.stderr
+
+
+def test_tail_says_that_it_waits_while_nothing_comes() -> None:
+    with MockBroker({"queries": 1, "results": 1}) as broker:
+        command = [sys.executable, "-m", "aggregator", "tail", "-b", broker.bootstrap_servers]
+        with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            try:
+                said = process.stderr.readline()
+            finally:
+                process.send_signal(signal.SIGINT)
+            rest = (process.stdout.read(), process.stderr.read(), process.wait())
+    assert said == (
+        f"waiting for results on 'results' at {broker.bootstrap_servers} "
+        "(--from-beginning shows those there already); Ctrl-C ends\n"
+    )
+    assert rest == ("", "", 0)
+
+
+def test_a_missing_topic_is_told_with_what_makes_it() -> None:
+    with MockBroker({"queries": 1}) as broker:
+        servers = broker.bootstrap_servers
+        done = run(servers, "hello", "--results-topic", "none-such")
+    assert done.exit_code == 1
+    assert done.stderr == (
+        f"Error: there is no topic 'none-such' at {servers} "
+        "(`aggregator topics create` makes those of the settings)\n"
+    )
 
 
 def test_a_missing_broker_is_one_clear_line() -> None:

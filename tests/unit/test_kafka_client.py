@@ -63,7 +63,10 @@ def test_a_refusal_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        (KafkaError.UNKNOWN_TOPIC_OR_PART, "there is no topic 'queries' at b:1"),
+        (
+            KafkaError.UNKNOWN_TOPIC_OR_PART,
+            r"there is no topic 'queries' at b:1 \(`aggregator topics create` makes",
+        ),
         (KafkaError.TOPIC_AUTHORIZATION_FAILED, "looking up the topics at b:1 failed: .*uthoriz"),
     ],
 )

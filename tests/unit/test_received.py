@@ -78,6 +78,28 @@ def test_a_line_shows_the_first_numbers_and_the_times() -> None:
     )
 
 
+def test_json_has_no_more_digits_than_the_numbers_have() -> None:
+    values = [0.1, -1.2345678, 1e-7]
+    for encoding, kind, texts in (
+        ("FLOAT32", "<f4", "[0.1, -1.2345678, 1e-07]"),
+        # The nearest of 16 bits, exactly.
+        ("FLOAT16", "<f2", "[0.099975586, -1.234375, 1.1920929e-07]"),
+    ):
+        record = protobuf(
+            embedding=np.array(values, kind).tobytes(),
+            dimensions=3,
+            encoding=f"ENCODING_{encoding}",
+            queue_ms=3.7241600000000004,
+            inference_ms=20,
+        )
+        line = read_result(record).as_json()
+        assert f'"embedding": {texts}' in line
+        assert '"queue_ms": 3.724, "inference_ms": 20.0' in line
+    scaled = protobuf(embedding=b"\x7f", dimensions=1, encoding="ENCODING_INT8", scale=0.0012345678)
+    assert '"embedding": [127]' in read_result(scaled).as_json()
+    assert '"scale": 0.0012345678' in read_result(scaled).as_json()
+
+
 def test_an_error_has_no_vector_and_names_its_field() -> None:
     error = {"code": "NOT_FOUND", "reason": "MODEL_UNKNOWN", "field": "model", "message": "no such"}
     for record in (
