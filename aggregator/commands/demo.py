@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -32,6 +32,7 @@ from aggregator.commands.demo_report import screen
 from aggregator.commands.demo_stack import Stack, StackError, StackOptions
 from aggregator.commands.demo_steps import Steps
 from aggregator.commands.kafka_client import KafkaClientError
+from aggregator.commands.own_command import own_command
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -181,7 +182,9 @@ def _run(
         ChildError: a child ended by itself.
         KafkaClientError: the broker has gone.
     """
-    with Stack(options, steps.say) as stack:
+    with ExitStack() as running:
+        with steps.waiting("loading the model, checking its vectors, timing this machine"):
+            stack = running.enter_context(Stack(options, steps.say))
         figures = measure(stack, texts, seconds, steps)
         steps.console.print(screen(figures))
         if json_file is not None:
@@ -197,8 +200,8 @@ def _run(
 
 def _keep(stack: Stack, model_name: str, steps: Steps) -> None:
     """Say how to send to the stack, then wait for Ctrl-C."""
-    steps.say("the stack stays up; in another terminal:")
-    for line in _ways_to_send(stack):
+    steps.say("the stack stays up; in another terminal, in this folder:")
+    for line in _ways_to_send(stack, own_command()):
         steps.console.print(f"          {line}", markup=False, soft_wrap=True)
     steps.say(f"model {model_name}; Ctrl-C ends it all")
     try:
@@ -209,8 +212,8 @@ def _keep(stack: Stack, model_name: str, steps: Steps) -> None:
         steps.console.print()
 
 
-def _ways_to_send(stack: Stack) -> list[str]:
-    """Command lines for this very stack."""
+def _ways_to_send(stack: Stack, command: str) -> list[str]:
+    """Command lines for this very stack; `command` is this program."""
     broker = f"-b {stack.bootstrap_servers}"
     queries, results = stack.topics.queries, stack.topics.results
     topics = ""
@@ -220,9 +223,9 @@ def _ways_to_send(stack: Stack) -> list[str]:
     request = """'{"inputs": [{"text": "hello"}], "float_values": true}'"""
     method = "embedding.v1.EmbeddingService/Embed"
     return [
-        f"aggregator send {broker}{topics} 'how do you make sourdough bread'",
-        f"aggregator tail {broker}{topics}",
+        f"{command} send {broker}{topics} 'how do you make sourdough bread'",
+        f"{command} tail {broker}{topics}",
         f"echo {json_query} | kcat -P {broker} -t {queries}",
-        f"kcat -C {broker} -t {results} -o end",
+        f"kcat -C -q {broker} -t {results} -o end",
         f"grpcurl -plaintext -d {request} {stack.server} {method}",
     ]

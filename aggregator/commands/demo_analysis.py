@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,21 +34,57 @@ class Claim:
     queries: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The engine's forward passes over some time."""
+
+    count: int
+    tokens: int
+    inputs: int
+    fill_ratio: float
+    """Tokens over the targets that the passes were cut for. Of ordinary passes only: a probe is
+    larger than its target on purpose, a rerun smaller."""
+    target_min: int
+    target_max: int
+    """A target follows the machine."""
+
+
 def read_claims(log: bytes) -> list[Claim]:
-    """The answered claims of a stretch of the aggregator's JSON log, cut lines left out."""
-    claims = []
+    """The answered claims of a stretch of the aggregator's JSON log."""
+    return [
+        Claim(estimate=entry["estimate"], tokens=entry["tokens"], queries=entry["queries"])
+        for entry in _entries(log, "claim")
+        if entry.get("outcome") == "answered" and entry["tokens"]
+    ]
+
+
+def read_passes(log: bytes) -> Passes:
+    """The passes of a stretch of the model server's JSON log; all 0 if there is none."""
+    entries = list(_entries(log, "pass"))
+    targets = [entry["batch_tokens_target"] for entry in entries]
+    ordinary = [entry for entry in entries if entry["kind"] == "normal"]
+    aimed_at = sum(entry["batch_tokens_target"] for entry in ordinary)
+    return Passes(
+        count=len(entries),
+        tokens=sum(entry["tokens"] for entry in entries),
+        inputs=sum(entry["inputs"] for entry in entries),
+        fill_ratio=sum(entry["tokens"] for entry in ordinary) / max(aimed_at, 1),
+        target_min=min(targets, default=0),
+        target_max=max(targets, default=0),
+    )
+
+
+def _entries(log: bytes, event: str) -> Iterator[dict[str, Any]]:
+    """The log's lines about this, cut ones left out."""
     for line in log.splitlines():
-        if b'"claim"' not in line:
+        if f'"{event}"'.encode() not in line:
             continue
         try:
             entry = json.loads(line)
         except ValueError:
             continue
-        if entry.get("event") == "claim" and entry.get("outcome") == "answered" and entry["tokens"]:
-            claims.append(
-                Claim(estimate=entry["estimate"], tokens=entry["tokens"], queries=entry["queries"])
-            )
-    return claims
+        if entry.get("event") == event:
+            yield entry
 
 
 def estimate_error(claims: Sequence[Claim]) -> float:

@@ -8,9 +8,8 @@ nothing of how the stack was started.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import grpc
 import numpy as np
@@ -19,12 +18,14 @@ from aggregator.adapters.estimator import load_estimator
 from aggregator.commands.demo_analysis import (
     Matrix,
     Outcome,
+    Passes,
     as_claims,
     cosine,
     estimate_error,
     neighbourhoods,
     outcome,
     read_claims,
+    read_passes,
 )
 from aggregator.commands.demo_load import Load, Phase, percentile, poisson_times
 from aggregator.commands.demo_report import Engine, Figures, Latency
@@ -42,28 +43,6 @@ LATE_S = 0.5
 _PACE = 0.5
 _SEED = 11
 _CALL_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """The engine's forward passes over some time, from the model server's metrics."""
-
-    count: int
-    tokens: float
-    inputs: float
-
-    @classmethod
-    def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> Self:
-        """The difference of two scrapes."""
-
-        def grown(name: str) -> float:
-            return after[name] - before[name]
-
-        return cls(
-            count=int(grown("model_server_pass_tokens_count")),
-            tokens=grown("model_server_pass_tokens_sum"),
-            inputs=grown("model_server_pass_inputs_sum"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +105,10 @@ def measure(stack: Stack, texts: Sequence[str], seconds: float, steps: Steps) ->
         passes=passes.count,
         pass_tokens_mean=passes.tokens / max(passes.count, 1),
         pass_queries_mean=passes.inputs / max(passes.count, 1),
-        batch_tokens_target=info.batch_tokens_target,
-        estimate_error_before_ratio=_error_of_raw_counts(result, texts, info.batch_tokens_target),
+        pass_fill_ratio=passes.fill_ratio,
+        batch_tokens_target_min=passes.target_min,
+        batch_tokens_target_max=passes.target_max,
+        estimate_error_before_ratio=_error_of_raw_counts(result, texts, passes.target_max),
         estimate_error_after_ratio=estimate_error(read_claims(measured.flood_log)),
         one_by_one_queries=len(sample),
         one_by_one_queries_per_second=len(sample) / alone.seconds,
@@ -143,28 +124,25 @@ def _load(stack: Stack, texts: Sequence[str], seconds: float, steps: Steps) -> _
     first = everything[: max(len(texts) // WARM_UP_RATIO, WARM_UP_QUERIES_MIN)]
     with Exchange(stack.topics, idempotent=True) as exchange:
         load = Load(exchange, texts)
-        with steps.bar(f"{len(first):,} queries to warm up and measure capacity", len(first)) as (
-            advance
-        ):
+        with steps.bar(f"{len(first):,} to warm up and measure capacity", len(first)) as advance:
             warm_up = load.flood(first, _watched(advance, stack))
         pace = warm_up.per_second * _PACE
         count = min(len(texts), max(int(pace * seconds), 1))
-        text = f"{count:,} queries at {pace:,.0f} a second, half of the capacity measured"
+        text = f"{count:,} at {pace:,.0f} a second, half of capacity"
         with steps.bar(text, count) as advance:
             times = poisson_times(count, pace, seed=_SEED)
             paced = load.paced(everything[:count], times, _watched(advance, stack))
-        before, log_start = stack.server_metrics(), len(stack.aggregator_log())
+        starts = len(stack.aggregator_log()), len(stack.server_log())
         with steps.bar(f"{len(texts):,} queries as fast as they go", len(texts)) as advance:
             flood = load.flood(everything, _watched(advance, stack))
-        after = stack.server_metrics()
         load.late(LATE_S)
         return _Measured(
             warm_up=warm_up,
             paced=paced,
             pace=pace,
             flood=flood,
-            passes=Passes.between(before, after),
-            flood_log=stack.aggregator_log(log_start),
+            passes=read_passes(stack.server_log(starts[1])),
+            flood_log=stack.aggregator_log(starts[0]),
             duplicates=exchange.duplicates,
         )
 

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-TEXT_SHOWN_MAX = 72
+from aggregator.commands.wording import counted
+
+WIDTH_MAX = 100
+FRACTION_BELOW = 10
+"""Means from here on are shown as whole numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,11 @@ class Figures:
     """In the flood."""
     pass_tokens_mean: float
     pass_queries_mean: float
-    batch_tokens_target: int
+    pass_fill_ratio: float
+    """Tokens over the target that each pass was cut for."""
+    batch_tokens_target_min: int
+    batch_tokens_target_max: int
+    """Of these passes: a target follows the machine."""
     estimate_error_before_ratio: float
     """Mean of |raw count - tokens| / tokens over claims' worth of queries."""
     estimate_error_after_ratio: float
@@ -120,7 +127,7 @@ def screen(figures: Figures) -> RenderableType:
     engine = figures.engine
     title = f"{engine.model} on {engine.name}, {engine.device}, {engine.precision}"
     body = Group(_numbers(figures), Text(), *_neighbours(figures.neighbourhoods))
-    return Panel(body, title=title, title_align="left", padding=(0, 1), width=100)
+    return Panel(body, title=title, title_align="left", padding=(0, 1), width=WIDTH_MAX)
 
 
 def _numbers(figures: Figures) -> Table:
@@ -131,14 +138,15 @@ def _numbers(figures: Figures) -> Table:
     row = table.add_row
     paced, alone = figures.paced_latency, figures.one_by_one_latency
     row(
-        "Throughput",
+        "Batched",
         f"{figures.flood_queries_per_second:,.0f} queries/s",
         f"flood of {figures.flood_queries:,}: {figures.flood_tokens_per_second:,.0f} tokens/s",
     )
     row(
-        "  one by one",
+        "One by one",
         f"{figures.one_by_one_queries_per_second:,.0f} queries/s",
-        f"{figures.gain:.1f} times less; same engine, p50 {alone.p50_ms:,.1f} ms",
+        f"[bold green]batched is {figures.gain:.1f} times as fast[/bold green]; "
+        f"p50 {alone.p50_ms:,.1f} ms",
     )
     row(
         "Latency",
@@ -146,13 +154,7 @@ def _numbers(figures: Figures) -> Table:
         f"p90 {paced.p90_ms:,.1f} ms, p99 {paced.p99_ms:,.1f} ms, "
         f"at {figures.paced_queries_per_second:,.0f} queries/s",
     )
-    target = figures.batch_tokens_target
-    row(
-        "Passes",
-        f"{figures.pass_tokens_mean:,.0f} tokens",
-        f"{figures.pass_tokens_mean / max(target, 1):.0%} of target {target}; "
-        f"{figures.passes:,} passes of {figures.pass_queries_mean:.0f} queries",
-    )
+    row("Passes", f"{figures.pass_fill_ratio:.0%} full", _passes(figures))
     row(
         "Estimates",
         f"off by {figures.estimate_error_after_ratio:.1%}",
@@ -163,11 +165,20 @@ def _numbers(figures: Figures) -> Table:
     return table
 
 
+def _passes(figures: Figures) -> str:
+    """Means, and what the passes were to hold."""
+    least, most = figures.batch_tokens_target_min, figures.batch_tokens_target_max
+    target = f"{least}" if least == most else f"{least} to {most}"
+    queries = figures.pass_queries_mean
+    mean = f"{queries:.1f}" if queries < FRACTION_BELOW else f"{queries:,.0f}"
+    return f"{figures.pass_tokens_mean:,.0f} tokens, {mean} queries; target {target}"
+
+
 def _records(delivery: Delivery) -> tuple[str, str]:
     if delivery.exact:
         return f"{delivery.sent:,}", "queries, each with exactly one result"
     faults = (
-        f"{delivery.results_error:,} errors, {delivery.missing:,} without a result, "
+        f"{counted(delivery.results_error, 'error')}, {delivery.missing:,} without a result, "
         f"{delivery.duplicates:,} doubled"
     )
     return f"[red]{delivery.results_ok:,} of {delivery.sent:,}[/red]", f"[red]{faults}[/red]"
@@ -176,15 +187,13 @@ def _records(delivery: Delivery) -> tuple[str, str]:
 def _neighbours(neighbourhoods: Sequence[Neighbourhood]) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for neighbourhood in neighbourhoods:
-        lines.append(Text.from_markup(f"[bold]Nearest to[/bold] {_shown(neighbourhood.text)}"))
+        lines.append(_line(("Nearest to ", "bold"), neighbourhood.text))
         lines += [
-            Text.from_markup(f"  [cyan]{near.cosine:.2f}[/cyan]  {_shown(near.text)}")
-            for near in neighbourhood.nearest
+            _line((f"  {near.cosine:.2f}  ", "cyan"), near.text) for near in neighbourhood.nearest
         ]
     return lines
 
 
-def _shown(text: str) -> str:
-    """At most `TEXT_SHOWN_MAX` characters, markup disarmed."""
-    short = text if len(text) <= TEXT_SHOWN_MAX else text[: TEXT_SHOWN_MAX - 3] + "..."
-    return escape(short)
+def _line(label: tuple[str, str], text: str) -> Text:
+    """On one line whatever the width: what is too long ends in an ellipsis."""
+    return Text.assemble(label, text, no_wrap=True, overflow="ellipsis")

@@ -1,7 +1,7 @@
 """The demo's stack on this machine: a broker, a model server and an aggregator as processes.
 
 Owns starting them in an order, waiting until each is ready, and what they tell about themselves
-(health, metrics, logs). A context manager: leaving it ends what was started, in reverse. Everything
+(health, logs). A context manager: leaving it ends what was started, in reverse. Everything
 listens on free ports of the loopback interface. Knows nothing of queries.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from aggregator.adapters.mock_broker import MockBroker, MockBrokerError
 from aggregator.commands.demo_children import Child, environment, free_ports
@@ -106,10 +104,10 @@ class Stack:
             except MockBrokerError as error:
                 raise StackError(f"the embedded broker did not start: {error}") from error
             self.bootstrap_servers = broker.bootstrap_servers
-            self._step(f"embedded Kafka broker at {self.bootstrap_servers}")
             self._step(
-                "  (librdkafka's mock cluster: in memory only, keeps about 5 MB a partition and "
-                "drops older records silently; to try things out, nothing else)"
+                f"embedded Kafka broker at {self.bootstrap_servers}: librdkafka's mock cluster, in "
+                "memory only, keeps about 5 MB a partition and drops older records silently; to "
+                "try things out, nothing else"
             )
             return
         # In a process of its own, as a user would do it.
@@ -177,9 +175,10 @@ class Stack:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _aggregator_ready(self) -> bool:
+        url = f"http://{self._aggregator_metrics}/readyz"
         try:
-            _get(f"http://{self._aggregator_metrics}/readyz")
-        except OSError:
+            urllib.request.urlopen(url, timeout=_CALL_TIMEOUT_S).close()
+        except OSError:  # not there yet, or a status other than 200
             return False
         return True
 
@@ -214,32 +213,15 @@ class Stack:
                 embedding_service_pb2.GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S
             )
 
-    def server_metrics(self) -> dict[str, float]:
-        """The model server's samples by name, summed over labels."""
-        text = _get(f"http://{self._server_metrics}/metrics")
-        samples: dict[str, float] = {}
-        for name, value in _samples(text):
-            samples[name] = samples.get(name, 0.0) + value
-        return samples
-
     def aggregator_log(self, start: int = 0) -> bytes:
         """The aggregator's log from byte `start` on."""
-        with (self._options.folder / "aggregator.log").open("rb") as log:
+        return self._log("aggregator", start)
+
+    def server_log(self, start: int = 0) -> bytes:
+        """The model server's log from byte `start` on."""
+        return self._log("model-server", start)
+
+    def _log(self, name: str, start: int) -> bytes:
+        with (self._options.folder / f"{name}.log").open("rb") as log:
             log.seek(start)
             return log.read()
-
-
-def _samples(text: str) -> Iterator[tuple[str, float]]:
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            yield sample.name, sample.value
-
-
-def _get(url: str) -> str:
-    """The body of a 200.
-
-    Raises:
-        OSError: anything else.
-    """
-    with urllib.request.urlopen(url, timeout=_CALL_TIMEOUT_S) as reply:  # noqa: S310 - ours
-        return str(reply.read().decode())

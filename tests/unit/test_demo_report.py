@@ -14,12 +14,14 @@ from rich.console import Console
 
 from aggregator.commands.demo_analysis import (
     Claim,
+    Passes,
     as_claims,
     cosine,
     estimate_error,
     neighbourhoods,
     outcome,
     read_claims,
+    read_passes,
 )
 from aggregator.commands.demo_load import Phase, Query
 from aggregator.commands.demo_report import (
@@ -49,7 +51,9 @@ FIGURES = Figures(
     passes=181,
     pass_tokens_mean=243.2,
     pass_queries_mean=22.1,
-    batch_tokens_target=256,
+    pass_fill_ratio=0.953,
+    batch_tokens_target_min=256,
+    batch_tokens_target_max=256,
     estimate_error_before_ratio=0.271,
     estimate_error_after_ratio=0.021,
     one_by_one_queries=300,
@@ -77,10 +81,10 @@ def test_the_screen_has_every_figure_and_fits_a_terminal() -> None:
     text = drawn(FIGURES, 80)
     for part in (
         "tiny on torch 2.9, cpu, float32",
-        "612 queries/s  flood of 4,000: 6,543 tokens/s",
-        "153 queries/s  4.0 times less",
+        "Batched       612 queries/s  flood of 4,000: 6,543 tokens/s",
+        "One by one    153 queries/s  batched is 4.0 times as fast; p50 6.5 ms",
         "p50 31.2 ms  p90 55.5 ms, p99 91.0 ms, at 300 queries/s",
-        "243 tokens  95% of target 256; 181 passes of 22 queries",
+        "95% full  243 tokens, 22 queries; target 256",
         "off by 2.1%  per claim; 27.1% before calibration",
         "cosine 0.999999",
         "7,500  queries, each with exactly one result",
@@ -95,10 +99,37 @@ def test_the_screen_has_every_figure_and_fits_a_terminal() -> None:
     assert max(map(len, drawn(FIGURES, 200).splitlines())) == 100
 
 
+def test_a_long_text_is_cut_to_its_line_and_every_neighbour_is_shown() -> None:
+    long = "a question that goes on and on for much longer than any terminal is wide " * 3
+    near = [Neighbour(text=f"{n} {long}", cosine=n / 10) for n in range(3)]
+    wide = Neighbour(text="月食黑洞" * 30, cosine=0.4)
+    shown = replace(FIGURES, neighbourhoods=[Neighbourhood(text=long, nearest=[*near, wide])])
+    for width in (80, 120):
+        lines = [line.strip("│ ") for line in drawn(shown, width).splitlines()][-6:-1]
+        assert [line[:13] for line in lines] == [
+            "Nearest to a ",
+            "0.00  0 a que",
+            "0.10  1 a que",
+            "0.20  2 a que",
+            "0.40  月食黑洞月食黑",
+        ]
+        assert all(line.endswith("…") for line in lines)
+
+
+def test_means_below_ten_have_a_decimal_and_a_target_that_moved_its_range() -> None:
+    moved = replace(
+        FIGURES,
+        pass_queries_mean=8.34,
+        batch_tokens_target_min=91,
+        batch_tokens_target_max=164,
+    )
+    assert "243 tokens, 8.3 queries; target 91 to 164" in drawn(moved, 80)
+
+
 def test_the_screen_says_what_is_wrong_with_delivery() -> None:
     delivery = Delivery(sent=10, results_ok=7, results_error=1, missing=2, duplicates=1)
     text = drawn(replace(FIGURES, delivery=delivery), 100)
-    assert "7 of 10  1 errors, 2 without a result, 1 doubled" in text
+    assert "7 of 10  1 error, 2 without a result, 1 doubled" in text
     assert not delivery.exact
     doubled = Delivery(sent=10, results_ok=10, results_error=0, missing=0, duplicates=1)
     assert not doubled.exact
@@ -134,6 +165,28 @@ def test_claims_are_read_from_whole_lines_of_the_log() -> None:
     assert [claim.estimate for claim in claims] == [90.0, 110.0]
     assert estimate_error(claims) == pytest.approx(0.1)
     assert estimate_error([]) == 0.0
+
+
+def pass_line(tokens: int, target: int, kind: str = "normal") -> bytes:
+    entry = {"event": "pass", "kind": kind, "tokens": tokens, "inputs": tokens // 10}
+    return json.dumps(entry | {"batch_tokens_target": target}).encode()
+
+
+def test_passes_are_held_against_the_target_that_each_was_cut_for() -> None:
+    log = b"\n".join(
+        [
+            pass_line(90, 100),
+            pass_line(170, 200),
+            json.dumps({"event": "target moved", "batch_tokens_target": 300}).encode(),
+            pass_line(250, 200, "probe"),
+            pass_line(10, 200, "isolation"),
+            pass_line(200, 200)[:-5],
+        ]
+    )
+    assert read_passes(log) == Passes(
+        count=4, tokens=520, inputs=52, fill_ratio=260 / 300, target_min=100, target_max=200
+    )
+    assert read_passes(b"").fill_ratio == 0
 
 
 def test_raw_counts_are_summed_over_claims_worth_of_queries() -> None:
