@@ -18,6 +18,7 @@ import pytest
 
 from aggregator.adapters.mock_broker import MockBroker
 from aggregator.commands.demo_children import free_ports
+from aggregator.settings import load_settings
 from protos.embedding.v1 import query_pb2
 from tests.harness import stand_ins
 from tests.harness.demo_process import DEADLINE_S, DemoProcess
@@ -119,6 +120,17 @@ def test_grpcurl(stack: Running, programs: str) -> None:
     (answer,) = json.loads(output)["outputs"]
     assert len(answer["float_values"]) == answer["dimensions"] == 384
     assert sum(number**2 for number in answer["float_values"]) == pytest.approx(1, abs=1e-3)
+
+
+def test_toml(tmp_path: Path) -> None:
+    (block,) = re.findall(r"<!-- readme-test: toml -->\n```toml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "aggregator.toml").write_text(block, "utf-8")
+    settings = load_settings(tmp_path / "aggregator.toml")
+    (model,) = settings.models.values()
+    assert len(model.servers) == 2
+    assert model.revision is not None
+    assert re.fullmatch("[0-9a-f]{32}", model.revision)
+    assert "aggregator run --config aggregator.toml" in README
 
 
 def test_config(programs: str) -> None:

@@ -40,6 +40,7 @@ def kcat(arguments: list[str]) -> None:
     parser.add_argument("-t", dest="topic", required=True)
     parser.add_argument("-o", dest="offset", choices=["beginning"])
     parser.add_argument("-e", dest="to_end", action="store_true")
+    parser.add_argument("-q", dest="quiet", action="store_true")
     parser.add_argument("-f", dest="template", default="%s\\n")
     parsed = parser.parse_args(arguments)
     if parsed.produce:
