@@ -35,6 +35,9 @@ Token_contra = TypeVar("Token_contra", contravariant=True)
 
 POLL_S = 0.05
 """How long a report of a record that never left may have to wait."""
+GATHER_S = 0.005
+"""Reports that come within this are handed over together: nobody waits for them but the next
+commit, and each time takes the interpreter from the thread that works for latency."""
 
 OF_THE_RECORD = frozenset(
     {
@@ -229,7 +232,8 @@ class _Channel(Generic[Token]):
             while not self._closing:
                 self._producer.poll(POLL_S)
                 self._refill()
-                self._hand_over()
+                if self._hand_over():
+                    time.sleep(GATHER_S)
             self._abandon()
         except Exception as error:  # noqa: BLE001 - the thread's end must be told, whatever it is
             self._listener.on_fault(f"the producer's thread failed: {error!r}", fatal=True)
@@ -239,11 +243,12 @@ class _Channel(Generic[Token]):
         while self._overflow and self._try(*self._overflow[0]):
             self._overflow.popleft()
 
-    def _hand_over(self) -> None:
+    def _hand_over(self) -> bool:
+        """Report what has come; return whether anything has."""
         while self._refused:
             self._failed.append(self._refused.popleft())
         if not (self._durable or self._failed):
-            return
+            return False
         durable, self._durable = self._durable, []
         failed, self._failed = self._failed, []
         self._reported += len(durable) + len(failed)
@@ -251,6 +256,7 @@ class _Channel(Generic[Token]):
         if self._reported == self._produced:
             with self._all_reported:
                 self._all_reported.notify_all()
+        return True
 
     def _abandon(self) -> None:
         """Report everything that is still here as not written."""

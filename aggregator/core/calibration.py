@@ -285,20 +285,24 @@ class Calibration:
         doubted: list[tuple[float, Query]] = []
         sum_tokens = 0.0
         sum_raw = 0
+        key = -1
+        slope = slope_bytes = intercept = noise = doubt = caution = 0.0
         for query in queries:
-            row = rows.get(query.input_type << 6 | query.script * shift)
-            if row is None:
-                row = self._row(query.input_type << 6 | query.script * shift)
+            key_next = query.input_type << 6 | query.script * shift
+            if key_next != key:  # mostly all are of one class
+                key = key_next
+                row = rows.get(key) or self._row(key)
+                slope, slope_bytes, intercept, noise, doubt, caution = row
             raw = query.estimate_raw
-            tokens = row[0] * raw + row[1] * query.text_bytes + row[2]
+            tokens = slope * raw + slope_bytes * query.text_bytes + intercept
             if tokens < 1.0:  # noqa: PLR1730 (max() costs a call for each query)
                 tokens = 1.0
             query.estimate = tokens
-            query.variance = row[3] * (raw + 2) + row[4] * tokens
+            query.variance = noise * (raw + 2) + doubt * tokens
             sum_tokens += tokens
             sum_raw += raw
-            if row[5]:
-                doubted.append((row[5], query))
+            if caution:
+                doubted.append((caution, query))
         if doubted:
             _add_doubt(doubted)
         if self._cap < inf:

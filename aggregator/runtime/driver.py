@@ -196,32 +196,40 @@ class Driver:
         self._ports.servers[effect.model].cancel(effect)
 
     def _write(self, effect: fx.Write, _now_ns: int) -> None:
-        encode = self._ports.encoder.encode_vector
         send = self._ports.sink.send_result
         for rows in effect.vectors:
+            # All are encoded before the first is sent: without pauses between them they leave in
+            # few requests, which cost the client as much as the records do.
+            for query, record in self._encoded(rows):
+                send(query, record, alone=rows.alone)
             if not rows.alone:
                 self._claims.vectors(rows)
-            group, alone = rows.group, rows.alone
-            revision, inference_us = rows.model_revision, rows.inference_us
-            answered_ns = rows.answered_ns
-            for query, row in zip(rows.queries, rows.rows, strict=True):
-                try:
-                    record = encode(
-                        query,
-                        group,
-                        row,
-                        model_revision=revision,
-                        inference_us=inference_us,
-                        answered_ns=answered_ns,
-                    )
-                except Exception as error:  # noqa: BLE001 - never a reason to lose its mates
-                    self._not_encoded(error, results=[query])
-                    continue
-                send(query, record, alone=alone)
         for entry in effect.errors:
             self._write_error(entry)
         for letter in effect.letters:
             self._write_letter(letter)
+
+    def _encoded(self, rows: fx.VectorRows) -> list[tuple[Query, Record]]:
+        """Encode them; what can't be encoded takes a way of its own."""
+        encode = self._ports.encoder.encode_vector
+        group, revision = rows.group, rows.model_revision
+        inference_us, answered_ns = rows.inference_us, rows.answered_ns
+        encoded: list[tuple[Query, Record]] = []
+        for query, row in zip(rows.queries, rows.rows, strict=True):
+            try:
+                record = encode(
+                    query,
+                    group,
+                    row,
+                    model_revision=revision,
+                    inference_us=inference_us,
+                    answered_ns=answered_ns,
+                )
+            except Exception as error:  # noqa: BLE001 - never a reason to lose its mates
+                self._not_encoded(error, results=[query])
+                continue
+            encoded.append((query, record))
+        return encoded
 
     def _write_error(self, entry: fx.ErrorRow) -> None:
         try:

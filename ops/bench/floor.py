@@ -168,9 +168,9 @@ class Floor:
             ("embedding-status", b"OK"),
             ("embedding-id", name.encode()),
         ]
-        self.producer.produce(
-            self.results, value, message.key(), headers=headers, on_delivery=self.delivery
-        )
+        # A result has its query's key, else its id.
+        key = message.key() or name.encode()
+        self.producer.produce(self.results, value, key, headers=headers, on_delivery=self.delivery)
 
     def delivery(self, error: Any, _message: Any) -> None:
         """Count."""

@@ -218,6 +218,22 @@ async def test_queries_go_all_the_way() -> None:
     assert stand.metrics.count(m.QUEUE_SECONDS, MODEL) == 3
 
 
+async def test_results_of_a_claim_are_sent_without_pauses() -> None:
+    stand = Stand()
+    queries = stand.start()
+    encode = stand.encoder.encode_vector
+    sent_before_encoding: list[int] = []
+
+    def watched(query: Query, *args: Any, **kwargs: Any) -> Any:
+        sent_before_encoding.append(len(stand.sink.results))
+        return encode(query, *args, **kwargs)
+
+    stand.encoder.encode_vector = watched  # type: ignore[method-assign]
+    stand.answer()
+    assert sent_before_encoding == [0] * len(queries)
+    assert len(stand.sink.results) == len(queries)
+
+
 async def test_one_canonical_line_for_each_claim() -> None:
     stand = Stand()
     stand.start()
