@@ -35,7 +35,7 @@ from confluent_kafka import (
 
 from aggregator.adapters.kafka_commits import NOT_OURS, Commits
 from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, consumer_config
-from aggregator.adapters.kafka_transactions import OffsetsRequest
+from aggregator.adapters.kafka_offsets import OffsetsRequest
 from aggregator.core.effects import Commit, Pause, Release, Resume, StopPolling
 from aggregator.core.events import (
     CommitDone,

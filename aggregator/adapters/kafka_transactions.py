@@ -6,9 +6,8 @@ producer fails for good, which is told as fatal instead; what was refused of it 
 that; nothing is produced outside a transaction, and none begins before the last one has ended.
 
 The offsets are sent on the consumer's thread, together with the check of their epochs, since the
-broker accepts offsets of partitions that one does not own; a request that is given up is never
-carried out later, in somebody else's transaction. Once the commit has begun there is no way back:
-an abort that is asked for then changes nothing.
+broker accepts offsets of partitions that one does not own. Once the commit has begun there is no
+way back: an abort that is asked for then changes nothing.
 
 Must not know why anything is committed, nor what to do about a failure.
 """
@@ -25,9 +24,9 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Producer
-from confluent_kafka import TopicPartition as KafkaPartition
 
 from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, transactional_config
+from aggregator.adapters.kafka_offsets import LOOK_S, SLICE_S, OffsetSender, OffsetsRequest
 from aggregator.adapters.kafka_sink import OF_THE_RECORD
 from aggregator.core.effects import CommitOffset
 from aggregator.core.events import CommitDone, CommitFailed, WriteFault
@@ -36,19 +35,15 @@ from aggregator.wire.headers import Headers
 Token = TypeVar("Token")
 Token_contra = TypeVar("Token_contra", contravariant=True)
 
-SLICE_S = 0.5
-"""Calls into the client block no longer than this before they are looked at again."""
-LOOK_S = 0.02
-"""How late an abort that is asked for, or a report, may be noticed."""
 IDLE_S = 0.5
 """Between two looks at the client's complaints while there is no transaction."""
 INIT_TIMEOUT_S = 30.0
 ROUND_S = 0.05
 """A pause between two tries of what the client calls retriable."""
-HANG_LOOKS = 500
-"""The client's `send_offsets_to_transaction` has been seen not to return at all, whatever its
-timeout, after a broker was killed under it; the consumer's thread is then lost, and with it the
-process. Looks are counted, not time: a process that was frozen must not take that for a hang."""
+ROUND_S_MAX = 2.0
+"""What a round of `_end` lasts at the most: a process that was frozen must not count that."""
+TIMEOUTS_UNANSWERED = 3
+"""For so many transaction timeouts brokers that answer may leave the end of one unanswered."""
 
 _PURGED = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
 """Records that went with their transaction, through no fault of their own."""
@@ -81,66 +76,6 @@ class TransactionListener(Protocol[Token_contra]):
 
     def on_fault(self, message: str, *, fatal: bool) -> None:
         """The client complains; `fatal`: nothing more will be committed."""
-
-
-class OffsetSender(Protocol):
-    """The consumer: its thread checks the epochs and calls one of the request's two ends."""
-
-    def send_offsets(self, request: OffsetsRequest) -> None:
-        """Carry it out between two polls or inside a rebalance callback."""
-
-
-class OffsetsRequest:
-    """Offsets on their way into a transaction; `carry_out` or `refuse` is called at most once."""
-
-    def __init__(self, producer: Producer, offsets: Sequence[CommitOffset]) -> None:
-        """Nothing is sent yet."""
-        self.offsets = offsets
-        self.error: KafkaError | None = None
-        self.refusal: str | None = None
-        self.ended = threading.Event()
-        self._producer = producer
-        self._lock = threading.Lock()
-        self._given_up = False
-        self._sending = False
-
-    def carry_out(self, group_metadata: object) -> None:
-        """Send them; on the consumer's thread, with its metadata of this moment."""
-        partitions = [KafkaPartition(*o.tp, o.offset_next) for o in self.offsets]
-        with self._lock:
-            if self._given_up:
-                return
-            self._sending = True
-            try:
-                self._producer.send_offsets_to_transaction(partitions, group_metadata, SLICE_S)
-            except KafkaException as error:
-                self.error = error.args[0]
-            self._sending = False
-        self.ended.set()
-
-    def wait(self, look: Callable[[], None], *, look_s: float = LOOK_S) -> bool:
-        """Wait for its end, with a `look` every `look_s`; returns False when the client hangs."""
-        looks = 0
-        while not self.ended.wait(look_s):
-            looks = looks + 1 if self._sending else 0
-            if looks == HANG_LOOKS:
-                return False
-            look()
-        return True
-
-    def refuse(self, reason: str) -> None:
-        """Say that they may not be sent."""
-        self.refusal = reason
-        self.ended.set()
-
-    def give_up(self, *, look_s: float = LOOK_S) -> bool:
-        """Return once nothing is being sent, nor will be; False when the client hangs."""
-        for _ in range(HANG_LOOKS):
-            if self._lock.acquire(timeout=look_s):
-                self._given_up = True
-                self._lock.release()
-                return True
-        return False
 
 
 @dataclass(slots=True)
@@ -305,11 +240,11 @@ class KafkaTransactions(Generic[Token]):
                     self._produce(commit_id, record)
                 self._await_reports(commit_id)
                 self._await_offsets(commit_id, request)
-                self._commit()
+                self._commit(transaction)
             except KafkaException as error:
                 raise self._judged(error) from error
         except _AbortedError as aborted:
-            self._abort(request)
+            self._abort(transaction, request)
             self._report_failed()
             self._listener.on_event(CommitFailed(commit_id=commit_id, message=str(aborted)))
         else:
@@ -392,33 +327,59 @@ class KafkaTransactions(Generic[Token]):
         if self._closing or self._abort_id == commit_id:
             raise _AbortedError("the abort was asked for")
 
-    def _commit(self) -> None:
-        """Commit, however long it takes: only the broker knows by now how it will end."""
-        while True:
-            try:
-                self._producer.commit_transaction(SLICE_S)
-            except KafkaException as error:
-                if not error.args[0].retriable():
-                    raise
-                time.sleep(ROUND_S)
-                continue
-            return
+    def _commit(self, transaction: _Transaction[Token]) -> None:
+        """Commit, however long an outage takes: only the broker knows by now how it will end."""
+        self._end(transaction, "committed", self._producer.commit_transaction)
 
-    def _abort(self, request: OffsetsRequest) -> None:
-        """Abort, however long it takes."""
+    def _abort(self, transaction: _Transaction[Token], request: OffsetsRequest) -> None:
+        """Abort, however long an outage takes."""
         if not request.give_up():
             raise self._hung()
+        try:
+            self._end(transaction, "aborted", self._producer.abort_transaction)
+        except KafkaException as error:
+            self._fail(error.args[0])
+            raise _FatalError from error
+
+    def _end(
+        self, transaction: _Transaction[Token], ended: str, call: Callable[[float], object]
+    ) -> None:
+        """Call until it returns.
+
+        The client has been seen to call it retriable for ever, after a process that was frozen went
+        on: brokers that answered everything else had aborted the transaction long before. What has
+        become of it, whoever is started next learns from the group's offsets.
+        """
+        limit_s = TIMEOUTS_UNANSWERED * self._options.timeout_ms / 1_000
+        unanswered_s = 0.0
         while True:
+            began_s = time.monotonic()
             try:
-                self._producer.abort_transaction(SLICE_S)
+                call(SLICE_S)
             except KafkaException as error:
                 reason = error.args[0]
                 if not reason.retriable():
-                    self._fail(reason)
-                    raise _FatalError from error
-                time.sleep(ROUND_S)
-                continue
-            return
+                    raise
+            else:
+                return
+            answered = self._brokers_answer(transaction)
+            time.sleep(ROUND_S)
+            round_s = min(time.monotonic() - began_s, ROUND_S_MAX)
+            unanswered_s = unanswered_s + round_s if answered else 0.0
+            if unanswered_s >= limit_s:
+                self._tell_fatal(
+                    f"the open transaction could not be {ended} for {limit_s:g} s, though the "
+                    f"brokers answer ({reason.str()})"
+                )
+                raise _FatalError
+
+    def _brokers_answer(self, transaction: _Transaction[Token]) -> bool:
+        topic = transaction.offsets[0].tp[0] if transaction.offsets else None
+        try:
+            self._producer.list_topics(topic, SLICE_S)
+        except KafkaException:
+            return False
+        return True
 
     def _judged(self, error: KafkaException) -> Exception:
         """Return what a failed call means for the transaction, by the client's own judgement."""

@@ -231,8 +231,6 @@ class Fleet:
         if self.options.delivery != "at_least_once":
             environment["AGGREGATOR_DELIVERY"] = self.options.delivery
             environment["AGGREGATOR_TRANSACTION_TIMEOUT_MS"] = str(TRANSACTION_TIMEOUT_MS)
-            # A client whose coordinator never answers again (seed 9100) ends by this alone.
-            environment["AGGREGATOR_SINK_OUTAGE_MS_MAX"] = "20000"
         return environment
 
     # Members -------------------------------------------------------------------------------------

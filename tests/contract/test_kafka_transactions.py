@@ -1,12 +1,14 @@
 """What the core may rely on when it commits transactions: one suite for fake and real Kafka.
 
-Not the mock cluster: its transactions are empty shells.
+Not the mock cluster, whose transactions are empty shells, but for what the client makes of brokers
+that can be told to misbehave.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import pytest
 
@@ -17,6 +19,7 @@ from aggregator.adapters.kafka_transactions import (
     TransactionsError,
     TransactionsOptions,
 )
+from aggregator.adapters.mock_broker import MockBroker
 from aggregator.core.effects import CommitOffset
 from aggregator.core.events import (
     CommitDone,
@@ -345,3 +348,28 @@ def test_no_broker_is_one_clear_line() -> None:
     with pytest.raises(TransactionsError, match=r"exactly_once: transactional id 'group/one'"):
         transactions.init(0.3)
     assert transactions.close()
+
+
+PRODUCE, END_TXN = 0, 26
+"""Requests, by the numbers of Kafka's protocol; two errors of it follow."""
+LOADING, NOT_AUTHORISED = 14, 29
+
+
+@pytest.mark.mock_broker
+@pytest.mark.parametrize("end", ["committed", "aborted"])
+def test_live_brokers_that_never_end_a_transaction_end_the_process(end: str) -> None:
+    with MockBroker() as broker:
+        world = BrokerWorld(broker.bootstrap_servers, "consumer", broker)
+        with closing(world):
+            queries, source, told = member(world)
+            transactions, ended = world.transactions(source, timeout_ms=1_000)
+            if end == "aborted":
+                broker.push_errors(PRODUCE, [NOT_AUTHORISED])
+            broker.push_errors(END_TXN, [LOADING] * 10_000)
+            offsets = offsets_of(told, {(queries, 0): 5})
+            transactions.commit(1, records_of(world.topic(), [b"r"]), offsets)
+            ended.wait(lambda: any(fatal for _, fatal in ended.faults))
+    [message] = [message for message, fatal in ended.faults if fatal]
+    start = f"the open transaction could not be {end} for 3 s, though the brokers answer ("
+    assert message.startswith(start)
+    assert ended.answer(1) is None

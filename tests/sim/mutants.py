@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from aggregator.adapters import kafka_commits, kafka_source, kafka_transactions
+from aggregator.adapters import kafka_commits, kafka_offsets, kafka_source
 from aggregator.core import (
     delivery,
     dispatch,
@@ -427,7 +427,7 @@ def _no_prefix(ledger: Ledger, room: Any) -> Any:
     )
 
 
-def _offsets_forgotten(request: kafka_transactions.OffsetsRequest, reason: str) -> None:
+def _offsets_forgotten(request: kafka_offsets.OffsetsRequest, reason: str) -> None:
     """Offsets that may not be sent are left out, and the records committed all the same."""
     request.ended.set()
 
@@ -441,7 +441,7 @@ def _aborted_is_done(
 
 
 A, D, W, L = machine.Aggregator, delivery.Delivery, retry.Waiting, Ledger
-T, Q = transactions.Transactions, kafka_transactions.OffsetsRequest
+T, Q = transactions.Transactions, kafka_offsets.OffsetsRequest
 R, S, C, H = replies.Replies, kafka_source.KafkaSource, kafka_commits.Commits, isolation.Isolation
 
 _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (

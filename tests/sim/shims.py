@@ -1,9 +1,9 @@
 """What the real adapters find in place of threads, queues, clocks and Kafka's clients.
 
 `installed(kernel)` puts these into the modules `kafka_source`, `kafka_sink`, `kafka_commits`,
-`kafka_transactions`, `server_stream` and `bridge` for the length of a run, so that their code runs
-unchanged in virtual time. Each finds out by the kernel's `owner` whose process calls. It must not
-decide anything.
+`kafka_offsets`, `kafka_transactions`, `server_stream` and `bridge` for the length of a run, so that
+their code runs unchanged in virtual time. Each finds out by the kernel's `owner` whose process
+calls. It must not decide anything.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from unittest import mock
 
 from aggregator.adapters import (
     kafka_commits,
+    kafka_offsets,
     kafka_sink,
     kafka_source,
     kafka_transactions,
@@ -323,6 +324,7 @@ def installed(
         (kafka_sink, "time", sim_time),
         (kafka_sink, "threading", threading),
         (kafka_sink, "Producer", producer),
+        (kafka_offsets, "threading", threading),
         (kafka_transactions, "time", sim_time),
         (kafka_transactions, "threading", threading),
         (kafka_transactions, "queue", SimQueueModule(kernel)),

@@ -220,6 +220,13 @@ class TransactionalProducer(SimProducer):
         self._ending.wait(timeout)
         self._begun = False
 
+    def list_topics(self, topic: str | None, timeout: float) -> None:
+        """Any broker answers that one is up."""
+        del topic
+        call = _Call(self._kernel.fiber())
+        self._kernel.at(self._arrival_ns(), self._owner, "metadata", call.end)
+        call.wait(timeout)
+
     def _fatal(self) -> KafkaError:
         self._kernel.fire("transaction: its producer is fenced")
         return KafkaError(KafkaError._FENCED, "fenced", fatal=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aggregator.adapters.kafka_transactions import HANG_LOOKS, OffsetsRequest
+from aggregator.adapters.kafka_offsets import HANG_LOOKS, OffsetsRequest
 from aggregator.core.effects import CommitOffset
 
 OFFSETS = [CommitOffset(tp=("queries", 0), epoch=1, offset_next=5)]
