@@ -4,8 +4,9 @@ Owns the `Consumer`: every call on it is made by its one thread, since a second 
 for as long as the first keeps polling. Invariants:
 
 - A batch is handed over with the positions read right after its poll; the next poll waits for
-  `taken()`, and commands sent before it are carried out before it. So a pause that the batch caused
-  is in force before anything more is read: no window grows by more than one poll.
+  `taken()`, and commands sent before it are carried out before it. An assignment waits for it too,
+  inside its callback. So a pause that either caused is in force before anything more is read: no
+  window grows by more than one poll.
 - Assignments are numbered (epochs). A commit of another epoch than a partition's current one is
   dropped, since the broker would accept it. Each commit id is answered exactly once.
 - A revoke returns only after `Release`, or its deadline; a loss is announced and returns at once.
@@ -113,7 +114,10 @@ class SourceListener(Protocol):
         """Records came: call `KafkaSource.taken` when they are admitted."""
 
     def on_event(self, event: GroupEvent) -> None:
-        """Something happened to the group or a commit."""
+        """Something happened to the group or a commit.
+
+        Of `PartitionsAssigned` call `KafkaSource.taken` when they are admitted.
+        """
 
     def on_retention_loss(self, tp: TopicPartition, count: int) -> None:
         """Offsets were deleted before this group read them: at most `count` records are gone."""
@@ -142,7 +146,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The last batch is admitted."""
+    """The last batch or assignment is admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +196,9 @@ class KafkaSource:
         self._revoke_id = 0
         self._released = False
         self._revoking = False
-        self._batch_out = False
+        self._out = False
+        """A batch or an assignment is handed over and not yet admitted."""
         self._stopped = False
-        self._pause_due = False
         self._closing = False
         self._commits = Commits(
             self._consumer, listener.on_event, timeout_s=options.commit_timeout_ms / 1_000
@@ -233,7 +237,7 @@ class KafkaSource:
         self._commands.put(StopPolling())
 
     def taken(self) -> None:
-        """Say that the last batch is admitted and the commands that it caused are sent."""
+        """Say that the last batch or assignment is admitted, and what it caused was commanded."""
         self._commands.put(_Taken())
 
     def close(self, timeout_s: float) -> bool:
@@ -271,10 +275,10 @@ class KafkaSource:
             self._commits.close()
 
     def _serve_commands(self) -> None:
-        """Carry out what is waiting; while a batch is out, wait for more until it is taken."""
+        """Carry out what is waiting; while something is out, wait for more until it is taken."""
         while not self._closing:
             try:
-                command = self._commands.get(block=self._batch_out)
+                command = self._commands.get(block=self._out)
             except queue.Empty:
                 return
             self._execute(command)
@@ -282,7 +286,7 @@ class KafkaSource:
     def _execute(self, command: SourceCommand | _Taken | _Close) -> None:
         match command:
             case _Taken():
-                self._batch_out = False
+                self._out = False
             case Commit():
                 self._commits.add(command, self._epochs, in_callback=self._revoking)
             case OffsetsRequest():
@@ -300,8 +304,7 @@ class KafkaSource:
                 self._released |= command.revoke_id == self._revoke_id
             case StopPolling():
                 self._stopped = True
-                self._pause_due = True
-                self._pause_if_due()
+                self._consumer.pause(self._partitions)
             case _Close():
                 self._closing = True
 
@@ -323,23 +326,16 @@ class KafkaSource:
             messages = [message for message in messages if self._accepted(message)]
         if self._stopped:
             # What still comes is not admitted: no position covers it, and the next owner reads it.
-            self._pause_if_due()
             return
         if self._unknown and time.monotonic() >= self._ask_again_s:
             self._ask_committed(_COMMITTED_LOOK_S)
         positions = self._moved_positions(messages)
         self._note_lag()
         if messages or positions:
-            self._batch_out = True
+            self._out = True
             self._listener.on_batch(
                 RawBatch(messages=messages, epochs=self._epochs, positions=positions)
             )
-
-    def _pause_if_due(self) -> None:
-        """Once polling is stopped: a new assignment begins unpaused."""
-        if self._pause_due:
-            self._pause_due = False
-            self._consumer.pause(self._partitions)
 
     def _accepted(self, message: RawRecord) -> bool:
         """Report a message that is an error; leave out what is no longer ours."""
@@ -410,8 +406,14 @@ class KafkaSource:
         self._set_epochs({**self._epochs, **dict.fromkeys(tps, self._epoch)})
         self._unknown.update(tps)
         self._ask_committed(_COMMITTED_SOON_S)
-        self._pause_due = True
+        # Here, since what is not assigned yet can't be paused, as the core may want it to be before
+        # anything is read.
+        self._consumer.incremental_assign(partitions)
+        self._out = True
         self._listener.on_event(PartitionsAssigned(epoch=self._epoch, partitions=tps))
+        self._serve_commands()
+        if self._stopped:
+            self._consumer.pause(partitions)
 
     def _ask_committed(self, timeout_s: float) -> None:
         """Learn where this group stopped, to notice what was deleted since, and for the lag."""

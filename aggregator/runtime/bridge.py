@@ -63,7 +63,7 @@ class Bridge:
         self._reports_called = False
 
     def attach(self, driver: Driver, taken: Callable[[], None]) -> None:
-        """`taken` tells the source that its last batch is admitted."""
+        """`taken` tells the source that its last batch, or assignment, is admitted."""
         self._driver = driver
         self._taken = taken
 
@@ -103,8 +103,10 @@ class Bridge:
 
     # On the loop ---------------------------------------------------------------------------------
 
-    def _feed(self, event: ev.Event) -> None:
+    def _feed(self, event: GroupEvent) -> None:
         self._driver.feed([event])
+        if type(event) is ev.PartitionsAssigned:
+            self._taken()
 
     def _admit(self, batch: RawBatch, arrived_ns: int, wall_ms: int) -> None:
         try:

@@ -97,11 +97,12 @@ class Transactions(Protocol):
 
 
 class Told:
-    """What a source or a sink said, in order; a driver that admits batches at once by itself."""
+    """What a source or a sink said, in order; a driver that admits all at once by itself."""
 
     def __init__(self, pump: Callable[[], None] | None = None) -> None:
         self.source: Source | None = None
         self.take_at_once = True
+        self.take_assigned_at_once = True
         self.batches: list[RawBatch] = []
         self.records: list[Message[Any, Any]] = []
         self.positions: dict[Tp, int] = {}
@@ -130,6 +131,9 @@ class Told:
     def on_event(self, event: GroupEvent) -> None:
         with self._changed:
             self.events.append(event)
+            assigned = isinstance(event, PartitionsAssigned)
+            if assigned and self.take_assigned_at_once and self.source is not None:
+                self.source.taken()
             self._changed.notify_all()
 
     def on_retention_loss(self, tp: Tp, count: int) -> None:
@@ -241,7 +245,9 @@ class World(ABC):
         """Return the group's committed offset; negative: none."""
 
     @abstractmethod
-    def source(self, topic: str, **options: Any) -> tuple[Source, Told]:
+    def source(
+        self, topic: str, *, take_assigned_at_once: bool = True, **options: Any
+    ) -> tuple[Source, Told]:
         """Start a member of the world's one group."""
 
     @abstractmethod
@@ -340,13 +346,16 @@ class BrokerWorld(World):
         config = {"group.id": self.options.group_id, "enable.auto.commit": False}
         return Consumer({**self._address, **config})
 
-    def source(self, topic: str, **options: Any) -> tuple[Source, Told]:
+    def source(
+        self, topic: str, *, take_assigned_at_once: bool = True, **options: Any
+    ) -> tuple[Source, Told]:
         kafka = {k: options.pop(k) for k in list(options) if hasattr(self.options, k)}
         told = Told()
         source = KafkaSource(
             SourceOptions(kafka=replace(self.options, **kafka), topic=topic, **options), told
         )
         told.source = source
+        told.take_assigned_at_once = take_assigned_at_once
         self._closers.append(lambda: source.close(WAIT_S))
         source.start()
         return source, told
@@ -450,7 +459,9 @@ class FakeWorld(World):
     def committed(self, tp: Tp) -> int:
         return self.broker.group(self.options.group_id).committed.get(tp, -1)
 
-    def source(self, topic: str, **options: Any) -> tuple[Source, Told]:
+    def source(
+        self, topic: str, *, take_assigned_at_once: bool = True, **options: Any
+    ) -> tuple[Source, Told]:
         kafka = {k: options.pop(k) for k in list(options) if hasattr(self.options, k)}
         told = Told(self._pump)
         source = FakeSource(
@@ -459,6 +470,7 @@ class FakeWorld(World):
             told,
         )
         told.source = source
+        told.take_assigned_at_once = take_assigned_at_once
         source.start()
         return source, told
 

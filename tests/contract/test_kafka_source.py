@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aggregator.adapters import kafka_source
+from aggregator.adapters.kafka_offsets import OffsetsRequest
 from aggregator.adapters.kafka_source import KafkaSource, RawBatch
 from aggregator.core.effects import Commit, CommitOffset
 from aggregator.core.events import (
@@ -20,6 +21,7 @@ from aggregator.core.events import (
     PartitionsLost,
     PartitionsRevoking,
 )
+from aggregator.core.query import TopicPartition as Tp
 from ops.kafka.node import KafkaNode
 from tests.contract.kafka_world import (
     CLIENTS,
@@ -40,6 +42,18 @@ from tests.contract.kafka_world import (
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """Each world in turn."""
     yield from make_world(request)
+
+
+class NotOurs(OffsetsRequest):
+    """Offsets of no assignment: refused, and told so, as soon as commands are served."""
+
+    def __init__(self, tp: Tp, told: Told) -> None:
+        offsets = [CommitOffset(tp=tp, epoch=-1, offset_next=0)]
+        super().__init__(None, offsets)  # type: ignore[arg-type] # nothing is sent
+        self._told = told
+
+    def refuse(self, reason: str) -> None:
+        self._told.on_fault(reason, fatal=False)
 
 
 def records(number: int) -> list[Record]:
@@ -90,6 +104,29 @@ def test_pause_is_in_force_before_the_next_poll(world: World) -> None:
     told.wait(lambda: len(told.offsets((topic, 1))) == 5)
     got = len(told.offsets((topic, 0)))
     assert got <= 10
+    source.resume([(topic, 0)])
+    told.wait(lambda: len(told.offsets((topic, 0))) == 50)
+    assert told.offsets((topic, 0)) == list(range(50))
+
+
+def test_a_pause_that_an_assignment_caused_is_in_force_before_anything_is_read(
+    world: World,
+) -> None:
+    """However late it comes: what is handed over is waited for, as a batch is."""
+    topic = world.topic(partitions=2)
+    for partition in range(2):
+        world.write(topic, records(50), partition=partition)
+    source, told = world.source(topic, take_assigned_at_once=False)
+    told.wait(lambda: told.of(PartitionsAssigned))
+    for number in range(50):  # between two of them was a poll, were polls not held up
+        source.send_offsets(NotOurs((topic, 0), told))
+        told.wait(lambda: len(told.faults) > number)  # noqa: B023
+    assert told.records == []
+    source.pause([(topic, 0)])
+    source.taken()
+    told.take_assigned_at_once = True
+    told.wait(lambda: len(told.offsets((topic, 1))) == 50)
+    assert told.offsets((topic, 0)) == []
     source.resume([(topic, 0)])
     told.wait(lambda: len(told.offsets((topic, 0))) == 50)
     assert told.offsets((topic, 0)) == list(range(50))

@@ -178,7 +178,7 @@ class FakeSource:
         self._revoke_ids = itertools.count(1)
         self._revoking: PartitionsRevoking | None = None
         self._revoke_by_s = 0.0
-        self._batch_out = False
+        self._out = False
         self._stopped = False
         self._polled_s = broker.clock_s()
 
@@ -223,12 +223,12 @@ class FakeSource:
             return
         if self._revoking is not None:
             self._end_revoke_at_deadline()
-        if self._revoking is not None or self._batch_out:
+        if self._revoking is not None or self._out:
             return
         self._polled_s = self._broker.clock_s()
         self._settle_commits()
         self._rebalance()
-        if self._revoking is None and not self._stopped:
+        if not (self._revoking or self._out or self._stopped):
             self._poll()
 
     def _serve(self) -> None:
@@ -254,7 +254,7 @@ class FakeSource:
                 case "stop":
                     self._stopped = True
                 case "taken":
-                    self._batch_out = False
+                    self._out = False
 
     # The group -----------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class FakeSource:
             return False
         for tp in list(self._epochs):
             self._group.owner.pop(tp, None)
-        if self._batch_out or self._revoking is not None:
+        if self._out or self._revoking is not None:
             return True
         lost = list(self._epochs)
         self._give_up(lost)
@@ -303,6 +303,7 @@ class FakeSource:
             self._epochs[tp] = self._epoch
             committed = self._group.committed.get(tp)
             self._next[tp] = self._broker.log(tp).start if committed is None else committed
+        self._out = True
         self._listener.on_event(PartitionsAssigned(epoch=self._epoch, partitions=tps))
 
     def _revoke(self, tps: list[TopicPartition]) -> None:
@@ -357,7 +358,7 @@ class FakeSource:
         self._told |= {tp: self._next[tp] for tp in moved}
         if not (messages or moved):
             return
-        self._batch_out = True
+        self._out = True
         positions = [
             Position(tp=tp, epoch=self._epochs[tp], offset_next=self._next[tp]) for tp in moved
         ]

@@ -67,8 +67,6 @@ class Watch:
     """When the process was last held up from outside."""
     full_polls: int = 0
     """Polls with records while the buffer was full."""
-    full_assignments: int = 0
-    """Of new partitions meanwhile: each may bring a poll before its pause is there."""
     steps: int = 0
     spin_ms: int = 0
     spins: int = 0

@@ -109,7 +109,6 @@ class Checks(TopicChecks):
     # Records
 
     def _assigned(self, process: Process, watch: Watch, event: ev.PartitionsAssigned) -> None:
-        watch.full_assignments += 1
         for tp in event.partitions:
             stale = watch.epochs.get(tp)
             if stale is not None:  # its end was never told
@@ -124,7 +123,7 @@ class Checks(TopicChecks):
         counted: set[TopicPartition] = set()
         if event.records and process.core.buffer_bytes >= self._buffer_max:
             watch.full_polls += 1
-            if watch.full_polls > 1 + watch.full_assignments:
+            if watch.full_polls > 1:
                 self.violated(5, f"{watch.full_polls} polls while the buffer is full")
         for query in event.records:
             epoch = watch.epochs.get(query.tp)
@@ -150,7 +149,7 @@ class Checks(TopicChecks):
     def _check_buffers(self, process: Process, watch: Watch) -> None:
         core = process.core
         if core.buffer_bytes < self._buffer_max:
-            watch.full_polls = watch.full_assignments = 0
+            watch.full_polls = 0
         if watch.steps % ACCOUNT_EVERY == 0:
             self.account(process)
 

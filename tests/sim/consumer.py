@@ -164,13 +164,10 @@ class SimConsumer:
         member = self.member
         self.in_callback = True
         if callback.kind == "assign":
-            self._assign(callback.tps)
             if callback.tps and self._kernel.chance(self._doses.chance(_STOPPED_NOW)):
                 self._kernel.fire(_STOPPED_NOW)
                 self.on_stop()
             self._on_assign(self, partitions)
-            for tp in callback.tps:
-                self._start_fetching(tp)
         elif callback.kind == "revoke":
             began_ns = self._kernel.now_ns, self.owner.monotonic_ns()
             self._on_revoke(self, partitions)
@@ -200,12 +197,15 @@ class SimConsumer:
         if not member.gone:
             self._kernel.at(self._arrival_ns(), None, "rejoin", tell)
 
-    def _assign(self, tps: Sequence[TopicPartition]) -> None:
+    def incremental_assign(self, partitions: Sequence[KafkaPartition]) -> None:
+        """Nobody else does it: the callback has to."""
         self._assignments += 1
-        for tp in tps:
+        for partition in partitions:
+            tp = (partition.topic, partition.partition)
             self.assignment.add(tp)
             self._epoch_of[tp] = self._assignments
             self.paused.discard(tp)
+            self._start_fetching(tp)
 
     def _unassign(self, tps: Sequence[TopicPartition]) -> None:
         for tp in tps:

@@ -184,6 +184,16 @@ def _returns_at_once(source: kafka_source.KafkaSource) -> None:
     """The rebalance callback does not wait for the core."""
 
 
+def _not_waited_for(source: kafka_source.KafkaSource, consumer: Any, partitions: list[Any]) -> None:
+    """As it was: an assignment's callback returns before the core has said what it is to pause."""
+    with mock.patch.object(source, "_serve_commands", return_value=None):
+        _ORIGINAL_ON_ASSIGN(source, consumer, partitions)
+    source._out = False
+
+
+_ORIGINAL_ON_ASSIGN = kafka_source.KafkaSource._on_assign
+
+
 def _never_gives_up_draining(
     core: machine.Aggregator, event: ev.StopRequested, now_ns: int
 ) -> None:
@@ -501,6 +511,7 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
         "_partitions_assigned",
         _pause_forgotten,
     ),
+    ("an assignment is not waited for", (5,), S, "_on_assign", _not_waited_for),
     ("partitions are not resumed", (0,), A, "_pause_and_resume", _never_resume),
     ("bytes are given back twice", (5,), A, "_writes_durable", _bytes_given_back_twice),
     ("passes above the maximum", (5,), passes.Passes, "_waiting", _pass_over_target),
