@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
-from types import FrameType
 
 from ops.kafka.node import CACHE_DIR, KafkaNode, KafkaUnavailableError, NodeOptions
 
@@ -25,29 +24,35 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def stop(_signal: int, _frame: FrameType | None) -> None:
-    """End the wait below; the node is then stopped in order."""
-    raise KeyboardInterrupt
-
-
 def main() -> int:
-    """Start, say where, wait, stop."""
+    """Start, say where, wait, stop; 0 when a signal ended it.
+
+    Signals are noted and nothing else: one that came as the node's process is made, or a second one
+    while it stops, would leave the process behind.
+    """
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, stop)
-    if arguments.fresh:
-        shutil.rmtree(arguments.data_dir, ignore_errors=True)
-    node = KafkaNode(NodeOptions(data_dir=arguments.data_dir.resolve(), port=arguments.port))
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: stopping.set())
+    node = KafkaNode(
+        NodeOptions(
+            data_dir=arguments.data_dir.resolve(), fresh=arguments.fresh, port=arguments.port
+        )
+    )
+    trouble = None
     try:
-        node.start()
-        print(f"Kafka listens on {node.bootstrap_servers}, log in {node.log_path}", flush=True)
-        status = node.wait()
-        print(f"Kafka ended by itself with status {status}", file=sys.stderr)
+        node.start(stopping.is_set)
+        if not stopping.is_set():
+            print(f"Kafka listens on {node.bootstrap_servers}, log in {node.log_path}", flush=True)
+        status = node.wait(stopping.is_set)
+        trouble = f"Kafka ended by itself with status {status}"
     except KafkaUnavailableError as error:
-        print(error, file=sys.stderr)
-    except KeyboardInterrupt:
-        print("stopping", flush=True)
+        trouble = str(error)
+    finally:
         node.stop()
+    if stopping.is_set():
         return 0
+    print(trouble, file=sys.stderr)
     return 1
 
 

@@ -2,8 +2,9 @@
 
 Owns: the jars (fetched once by Maven into a cache folder, keyed by the pom), the node's data folder
 and its process. Invariants: a `KafkaNode` that was stopped, killed or left behind by a dead owner
-leaves no process (each start kills such leftovers first); a restart keeps ports and data. Needs
-Java 17 and Maven on the PATH. Must not know anything of the aggregator.
+leaves no process (each start kills such leftovers first); a data folder has one living owner, by a
+lock that dies with it; a restart keeps ports and data. Needs Java 17 and Maven on the PATH. Must
+not know anything of the aggregator.
 """
 
 from __future__ import annotations
@@ -19,32 +20,45 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 HERE = Path(__file__).resolve().parent
 CACHE_DIR = HERE.parents[1] / ".cache" / "kafka"
 READY_LINE = "Kafka Server started"
 JVM_OPTIONS = ("-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 """A quick start counts for more than peak throughput here."""
+LOCK_NAME = "owner.lock"
+LOOK_S = 0.05
+"""How late the node's end, or a wish to stop, may be noticed."""
 
 
 class KafkaUnavailableError(RuntimeError):
-    """Java, Maven or the jars are missing, or the node did not start; says what to do."""
+    """Java, Maven or the jars are missing, another node is in the way, or this one did not start.
+
+    Says what to do.
+    """
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
     """How to run a node.
 
-    `data_dir` None: a temporary folder, removed by `stop`. Ports 0: free ones, then kept for the
-    node's life. `overrides` are server properties that win over `server.properties`.
+    `data_dir` None: a temporary folder, removed by `stop`. `fresh`: what it holds of topics and
+    records is forgotten at the first start. Ports 0: free ones, then kept for the node's life.
+    `overrides` are server properties that win over `server.properties`.
     """
 
     cache_dir: Path = CACHE_DIR
     data_dir: Path | None = None
+    fresh: bool = False
     port: int = 0
     controller_port: int = 0
     heap_mib: int = 512
@@ -101,6 +115,8 @@ class KafkaNode:
         self._temporary = self.options.data_dir is None
         self.data_dir = self.options.data_dir or Path(tempfile.mkdtemp(prefix="kafka-node-"))
         self.log_path = self.data_dir / "node.log"
+        self._fresh = self.options.fresh
+        self._lock: TextIO | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -128,10 +144,11 @@ class KafkaNode:
         process = self._process
         return process.pid if process is not None and process.poll() is None else 0
 
-    def start(self) -> None:
+    def start(self, stopping: Callable[[], bool] = _never) -> None:
         """Start, or start again with the same ports and data; returns when it serves.
 
-        Raises `KafkaUnavailableError` with the end of the log.
+        Returns sooner once `stopping()` is true: then `stop` is due. Raises
+        `KafkaUnavailableError`, with the end of the log where there is one.
         """
         if self.running:
             return
@@ -141,7 +158,12 @@ class KafkaNode:
         jars = fetch_jars(self.options.cache_dir)
         classpath = f"{jars}/*"
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._claim_data()
         kill_leftovers(self.options.cache_dir, self.data_dir)
+        self._check_ports()
+        if self._fresh:
+            self._fresh = False
+            shutil.rmtree(self.data_dir / "data", ignore_errors=True)
         properties = self._write_properties()
         if not (self.data_dir / "data" / "meta.properties").exists():
             # A formatted folder knows no ports: one is made per version and copied, since each
@@ -151,6 +173,8 @@ class KafkaNode:
                 self._format(java, classpath, properties)
                 _publish(self.data_dir / "data", template)
             shutil.copytree(template, self.data_dir / "data", dirs_exist_ok=True)
+        if stopping():
+            return
         seen_bytes = self.log_path.stat().st_size if self.log_path.exists() else 0
         command = [java, *JVM_OPTIONS, f"-Xmx{self.options.heap_mib}m", *self._log_options()]
         with (self.data_dir / "node.out").open("ab") as out:
@@ -163,7 +187,7 @@ class KafkaNode:
                 start_new_session=True,
             )
         _remember(self.options.cache_dir, self._process.pid, self.data_dir)
-        self._wait_until_ready(seen_bytes)
+        self._wait_until_ready(seen_bytes, stopping)
 
     def stop(self) -> None:
         """Stop in order, by force after `stop_timeout_s`; idempotent."""
@@ -178,6 +202,9 @@ class KafkaNode:
             self._forget(process.pid)
         if self._temporary:
             shutil.rmtree(self.data_dir, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def kill(self) -> None:
         """Kill it as a crash would (SIGKILL); `start` brings it back with its data."""
@@ -197,9 +224,45 @@ class KafkaNode:
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
 
-    def wait(self) -> int:
-        """Wait for the process to end by itself and return its exit status."""
-        return 0 if self._process is None else self._process.wait()
+    def wait(self, stopping: Callable[[], bool] = _never) -> int | None:
+        """Wait for the process to end by itself and return its exit status.
+
+        None: there is no process, or `stopping()` was true before.
+        """
+        while self._process is not None and not stopping():
+            try:
+                return self._process.wait(LOOK_S)
+            except subprocess.TimeoutExpired:
+                continue
+        return None
+
+    def _claim_data(self) -> None:
+        """Become the owner of the data folder; one whose owner died is free."""
+        if self._lock is not None:
+            return
+        lock = (self.data_dir / LOCK_NAME).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise KafkaUnavailableError(
+                f"a node that runs uses the data in {self.data_dir}: stop it, or choose another "
+                "folder and port"
+            ) from None
+        self._lock = lock
+
+    def _check_ports(self) -> None:
+        for port in (self.port, self.controller_port):
+            with socket.socket() as probe:
+                # As the node will: connections that are still closing are in nobody's way.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError as error:
+                    raise KafkaUnavailableError(
+                        f"127.0.0.1:{port} can't be had ({error.strerror}): stop what listens "
+                        "there already, or choose another port"
+                    ) from error
 
     def _forget(self, pid: int) -> None:
         self._process = None
@@ -240,10 +303,12 @@ class KafkaNode:
         if done.returncode != 0:
             raise KafkaUnavailableError(f"Kafka's storage tool failed:\n{done.stderr[-2000:]}")
 
-    def _wait_until_ready(self, seen_bytes: int) -> None:
+    def _wait_until_ready(self, seen_bytes: int, stopping: Callable[[], bool]) -> None:
         """Wait for the line that the server writes once it serves."""
         deadline = time.monotonic() + self.options.start_timeout_s
         while time.monotonic() < deadline:
+            if stopping():
+                return
             if self.log_path.exists():
                 with self.log_path.open("rb") as log:
                     log.seek(seen_bytes)
@@ -251,7 +316,7 @@ class KafkaNode:
                         return
             if not self.running:
                 break
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
         tail = self._log_tail()
         self.kill()
         raise KafkaUnavailableError(f"Kafka did not start; the end of its log:\n{tail}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from aggregator.adapters.mock_broker import MockBroker, MockBrokerError
-from ops.kafka.node import KafkaNode, NodeOptions
+from ops.kafka.node import CACHE_DIR, KafkaNode, kill_leftovers
 from tests.conftest import TopicFactory
 
 OWNER = """
@@ -95,27 +98,109 @@ def test_node_carries_records(kafka: KafkaNode, kafka_topic: TopicFactory) -> No
     assert read_one(kafka.bootstrap_servers, topic) == b"x"
 
 
-@pytest.mark.kafka
-def test_foreground_node_takes_over_a_leftover_and_stops_clean(tmp_path: Path) -> None:
-    """A node that was left behind is killed first; its records are there; SIGTERM ends it."""
-    leftover = KafkaNode(NodeOptions(data_dir=tmp_path / "node"))
-    try:
-        leftover.start()
-        admin = AdminClient({"bootstrap.servers": leftover.bootstrap_servers})
-        admin.create_topics([NewTopic("kept", 1, 1)])["kept"].result(30)
-        send_one(leftover.bootstrap_servers, "kept", b"x")
-        command = [sys.executable, "-m", "ops.kafka", "--port", str(leftover.port)]
-        node = subprocess.Popen(
-            [*command, "--data-dir", str(leftover.data_dir)], stdout=subprocess.PIPE, text=True
+class Foreground:
+    """`make kafka`, with what it says."""
+
+    def __init__(self, data_dir: Path, port: int = 0, *arguments: str) -> None:
+        command = [sys.executable, "-m", "ops.kafka", "--port", str(port), *arguments]
+        self.process = subprocess.Popen(
+            [*command, "--data-dir", str(data_dir)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        assert node.stdout is not None
-        assert leftover.bootstrap_servers in node.stdout.readline()
-        assert not leftover.running
-        assert read_one(leftover.bootstrap_servers, "kept") == b"x"
-        node.terminate()
-        node.communicate()
-        assert node.returncode == 0
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", leftover.port))
-    finally:
-        leftover.stop()
+        self.data_dir = data_dir
+
+    def address(self) -> str:
+        """Where it listens, once it does."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("Kafka listens on "), self.process.communicate()
+        return line.split()[3].rstrip(",")
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        """Send it a signal, twice, as make and a terminal do; its status and its complaints."""
+        for _ in range(2):
+            self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+    def nodes(self) -> list[str]:
+        """Processes that work on its data."""
+        listed = subprocess.run(["ps", "-ww", "-eo", "args="], capture_output=True, check=True)
+        lines = listed.stdout.decode(errors="replace").splitlines()
+        return [line for line in lines if str(self.data_dir) in line and "kafka.Kafka" in line]
+
+
+@pytest.fixture
+def foreground(tmp_path: Path) -> Iterator[Callable[..., Foreground]]:
+    """Start one; what is left of them in the end is killed."""
+    started: list[Foreground] = []
+
+    def start(data_dir: str = "node", port: int = 0, *arguments: str) -> Foreground:
+        started.append(Foreground(tmp_path / data_dir, port, *arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+    kill_leftovers(CACHE_DIR)
+
+
+@pytest.mark.kafka
+def test_foreground_node_takes_over_a_leftover_and_stops_clean(
+    foreground: Callable[..., Foreground],
+) -> None:
+    """A node whose owner was killed is killed first; its records are there; SIGTERM ends it."""
+    dead = foreground()
+    address = dead.address()
+    admin = AdminClient({"bootstrap.servers": address})
+    admin.create_topics([NewTopic("kept", 1, 1)])["kept"].result(30)
+    send_one(address, "kept", b"x")
+    dead.process.kill()
+    dead.process.wait()
+    assert len(dead.nodes()) == 1
+    port = int(address.rpartition(":")[2])
+    node = foreground("node", port)
+    assert node.address() == address
+    assert len(node.nodes()) == 1
+    assert read_one(address, "kept") == b"x"
+    assert node.end(signal.SIGTERM) == (0, "")
+    assert node.nodes() == []
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+@pytest.mark.kafka
+def test_a_second_foreground_node_leaves_the_first_alone(
+    foreground: Callable[..., Foreground],
+) -> None:
+    first = foreground()
+    address = first.address()
+    admin = AdminClient({"bootstrap.servers": address})
+    admin.create_topics([NewTopic("kept", 1, 1)])["kept"].result(30)
+    send_one(address, "kept", b"x")
+    port = int(address.rpartition(":")[2])
+    for second, reason in (
+        (foreground("node", port, "--fresh"), "uses the data in"),
+        (foreground("another", port, "--fresh"), "listens there already"),
+    ):
+        said, complained = second.process.communicate(timeout=60)
+        assert (second.process.returncode, said) == (1, "")
+        assert reason in complained
+        assert complained.count("\n") == 1
+    assert read_one(address, "kept") == b"x"
+    assert first.end(signal.SIGINT) == (0, "")
+
+
+@pytest.mark.kafka
+def test_a_foreground_node_that_is_told_to_stop_as_it_starts_leaves_no_process(
+    foreground: Callable[..., Foreground],
+) -> None:
+    node = foreground()
+    log = node.data_dir / "node.out"  # made as the node's process is
+    while not log.exists() and node.process.poll() is None:
+        time.sleep(0.005)
+    assert node.end(signal.SIGTERM) == (0, "")
+    assert node.nodes() == []
