@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from aggregator.commands.dlq_replay import (
 )
 from aggregator.commands.dlq_show import json_lines, named, shown, table
 from aggregator.commands.dlq_topic import LetterReader, StoredLetter
+from aggregator.commands.dlq_turn import ReplayTurn
 from aggregator.commands.kafka_client import DeadLetterTopics, KafkaClientError
 from aggregator.commands.options import letter_options, letter_topics_of, queries_option
 from aggregator.commands.wording import counted
@@ -183,8 +184,9 @@ def replay(
 
     A letter that was sent is marked on its topic, and neither listed nor sent again; one that
     fails again becomes a new letter, which this run leaves alone. Results have the id they had
-    before. Run one replay of a topic at a time. Ctrl-C and SIGTERM let it mark what it has sent;
-    after a kill the next run may repeat at most 100 letters.
+    before. One replay of a topic runs at a time: a second one says so and ends. Ctrl-C and SIGTERM
+    let it mark what it has sent; after a kill, or if the brokers have taken a run for dead, the
+    next one may repeat at most 100 letters.
 
     Exits with 1 if a letter that was asked for was not sent.
     """
@@ -199,15 +201,23 @@ def replay(
         replay_attempts_max=settings.replay_attempts_max,
         rate=rate,
     )
-    with _reading(topics, since_ms, prints=dry_run) as reader, _Signals() as signals:
-        letters = choice.of(reader.letters())
-        if dry_run:
-            outcome = _rehearse(letters, options)
-        else:
-            outcome = _send(Replay(KafkaPort(topics), options, stopping=signals.came), letters)
+    lost = False
+    with _Signals() as signals:
+        turn = ReplayTurn(topics, signals.came)
+        in_turn = nullcontext() if dry_run else turn
+        with _reading(topics, since_ms, prints=dry_run, within=in_turn) as reader:
+            letters = choice.of(reader.letters())
+            if dry_run:
+                outcome = _rehearse(letters, options)
+            else:
+                stopping = lambda: signals.came() or turn.lost  # noqa: E731 - said once
+                outcome = _send(Replay(KafkaPort(topics), options, stopping=stopping), letters)
+                lost = turn.lost
     _report(outcome, dry_run=dry_run)
     if signals.number:
         raise SystemExit(128 + signals.number)
+    if lost:
+        raise click.ClickException("this run was taken for dead: another may have begun")
     for identity in choice.missing:
         click.echo(f"no dead letter to replay has the id {shown(identity)}", err=True)
     if outcome.hindered_count or choice.missing:
@@ -242,9 +252,13 @@ class _Signals:
 
 @contextmanager
 def _reading(
-    topics: DeadLetterTopics, since_ms: int | None, *, prints: bool
+    topics: DeadLetterTopics,
+    since_ms: int | None,
+    *,
+    prints: bool,
+    within: AbstractContextManager[object] | None = None,
 ) -> Iterator[LetterReader]:
-    """The topic, with a bar on standard error if that is a terminal.
+    """The topic, with a bar on standard error if that is a terminal; `within` is entered before.
 
     `prints`: letters are printed as they come. On a terminal the bar then makes room for them when
     the first of the two passes is over.
@@ -267,7 +281,7 @@ def _reading(
             bar.stop()
 
     try:
-        with bar:
+        with within or nullcontext(), bar:
             yield LetterReader(topics, since_ms=since_ms, progress=progress)
     except KafkaClientError as error:
         raise click.ClickException(str(error)) from error

@@ -353,6 +353,46 @@ def read_terminal(terminal: int) -> str:
     return shown.decode()
 
 
+def test_a_second_replay_says_so_and_leaves_the_first_alone(topics: Topics) -> None:
+    names = [f"q{n}" for n in range(40)]
+    topics.write(names)
+    with CommandProcess(
+        "aggregator", "dlq", "replay", "--all", "--rate", "4", environment=topics.settings()
+    ) as first:
+        reader = Consumer({"bootstrap.servers": topics.bootstrap_servers, "group.id": "w"})
+        reader.assign([TopicPartition(topics.queries, partition, 0) for partition in range(2)])
+        assert reader.poll(WAIT_S) is not None
+        reader.close()
+        second = topics.run("replay", "--all")
+        assert second.exit_code == 1
+        assert second.stderr.startswith(f"Error: another replay of topic '{topics.letters}' runs (")
+        assert str(first.process.pid) in second.stderr
+        assert second.stderr.count("\n") == 1
+        assert topics.run("replay", "--all", "--dry-run").exit_code == 0  # it sends nothing
+        assert first.wait() == 0
+    assert topics.replayed() == Counter(names)
+    # Once it has left the next one may begin.
+    assert topics.run("replay", "--all").stderr == "0 sent again, 0 not sent\n"
+
+
+def test_a_run_that_the_group_gave_up_ends(topics: Topics) -> None:
+    """Frozen for longer than its session: another may have begun meanwhile."""
+    topics.write([f"q{n}" for n in range(40)])
+    with CommandProcess(
+        "aggregator", "dlq", "replay", "--all", "--rate", "4", environment=topics.settings()
+    ) as first:
+        reader = Consumer({"bootstrap.servers": topics.bootstrap_servers, "group.id": "w"})
+        reader.assign([TopicPartition(topics.queries, partition, 0) for partition in range(2)])
+        assert reader.poll(WAIT_S) is not None
+        reader.close()
+        first.freeze()
+        assert topics.run("replay", "--id", "q39").exit_code == 0
+        first.thaw()
+        assert first.wait() == 1
+        assert any("was taken for dead" in line.get("text", "") for line in first.lines)
+    assert topics.replayed()["q39"] == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_replay_with_its_marks(topics: Topics, number: signal.Signals) -> None:
     topics.write([f"q{n}" for n in range(50)])
