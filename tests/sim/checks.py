@@ -28,6 +28,7 @@ _TRANSACTION_ENDS = (
     "fenced: ",
     "no transaction could be committed",
     "the open transaction was not aborted",
+    "the open transaction could not be",
 )
 """How a process may end over its transactions: it is restarted, and its successor goes on."""
 

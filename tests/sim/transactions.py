@@ -205,17 +205,22 @@ class TransactionalProducer(SimProducer):
     def _end(self, timeout: float, *, commit: bool) -> None:
         if self._ending is None:
             call = self._ending = _Call(self._kernel.fiber())
+            unanswered = self._happens("end of a transaction never answered")
+            arrives = not unanswered or self._kernel.chance(0.5)
 
             def arrive() -> None:
                 ended = self._log.end(self._id, self._epoch, commit=commit)
                 error = None if ended else self._fatal()
+                if unanswered:
+                    return
                 answer_ns = self._kernel.delay_ns(MS, 10 * MS)
                 self._kernel.after(answer_ns, self._owner, "txn answer", lambda: call.end(error))
 
             at_ns = self._arrival_ns()
             if self._happens("end of a transaction late"):
                 at_ns += self._kernel.delay_ns(MS, 2 * SECOND)
-            self._kernel.at(at_ns, None, "txn end", arrive)
+            if arrives:
+                self._kernel.at(at_ns, None, "txn end", arrive)
         self._ending.fiber = self._kernel.fiber()
         self._ending.wait(timeout)
         self._begun = False
