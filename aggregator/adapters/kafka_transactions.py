@@ -24,8 +24,14 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
 
-from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, transactional_config
+from aggregator.adapters.kafka_config import (
+    KafkaConfigError,
+    KafkaOptions,
+    admin_config,
+    transactional_config,
+)
 from aggregator.adapters.kafka_offsets import LOOK_S, SLICE_S, OffsetSender, OffsetsRequest
 from aggregator.adapters.kafka_sink import OF_THE_RECORD
 from aggregator.core.effects import CommitOffset
@@ -145,8 +151,12 @@ class KafkaTransactions(Generic[Token]):
             message_bytes_max=options.message_bytes_max,
             batch_bytes_max=options.batch_bytes_max,
         )
+        self._admin_config: dict[str, Any] = {
+            **admin_config(options.kafka),
+            "allow.auto.create.topics": False,
+        }
         if logger is not None:
-            config["logger"] = logger
+            config["logger"] = self._admin_config["logger"] = logger
         try:
             self._producer = Producer({**config, "error_cb": self._on_error})
         except (KafkaException, TypeError, ValueError) as error:
@@ -158,6 +168,7 @@ class KafkaTransactions(Generic[Token]):
 
         # Everything below belongs to the thread.
         self._source: OffsetSender | None = None
+        self._admin: AdminClient | None = None
         self._failed: list[tuple[Token, WriteFault, str]] = []
         self._fatal_told = False
 
@@ -374,9 +385,12 @@ class KafkaTransactions(Generic[Token]):
                 raise _FatalError
 
     def _brokers_answer(self, transaction: _Transaction[Token]) -> bool:
+        """Whether they do, as a client sees it that is not the one in trouble."""
+        if self._admin is None:
+            self._admin = AdminClient(self._admin_config)
         topic = transaction.offsets[0].tp[0] if transaction.offsets else None
         try:
-            self._producer.list_topics(topic, SLICE_S)
+            self._admin.list_topics(topic, SLICE_S)
         except KafkaException:
             return False
         return True
