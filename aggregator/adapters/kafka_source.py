@@ -401,14 +401,14 @@ class KafkaSource:
         self.joined = True
         if not partitions:  # a rebalance that changed nothing for us
             return
-        # Not left to the client when this returns: what is not assigned yet can't be paused, as the
-        # core may want it to be before anything is read.
-        self._consumer.incremental_assign(partitions)
         tps = _tuples(partitions)
         self._epoch += 1
         self._set_epochs({**self._epochs, **dict.fromkeys(tps, self._epoch)})
         self._unknown.update(tps)
         self._ask_committed(_COMMITTED_SOON_S)
+        # Here, since what is not assigned yet can't be paused, as the core may want it to be before
+        # anything is read.
+        self._consumer.incremental_assign(partitions)
         self._out = True
         self._listener.on_event(PartitionsAssigned(epoch=self._epoch, partitions=tps))
         self._serve_commands()

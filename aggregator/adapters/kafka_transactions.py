@@ -24,14 +24,8 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Producer
-from confluent_kafka.admin import AdminClient
 
-from aggregator.adapters.kafka_config import (
-    KafkaConfigError,
-    KafkaOptions,
-    admin_config,
-    transactional_config,
-)
+from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, transactional_config
 from aggregator.adapters.kafka_offsets import LOOK_S, SLICE_S, OffsetSender, OffsetsRequest
 from aggregator.adapters.kafka_sink import OF_THE_RECORD
 from aggregator.core.effects import CommitOffset
@@ -151,12 +145,8 @@ class KafkaTransactions(Generic[Token]):
             message_bytes_max=options.message_bytes_max,
             batch_bytes_max=options.batch_bytes_max,
         )
-        self._admin_config: dict[str, Any] = {
-            **admin_config(options.kafka),
-            "allow.auto.create.topics": False,
-        }
         if logger is not None:
-            config["logger"] = self._admin_config["logger"] = logger
+            config["logger"] = logger
         try:
             self._producer = Producer({**config, "error_cb": self._on_error})
         except (KafkaException, TypeError, ValueError) as error:
@@ -168,7 +158,6 @@ class KafkaTransactions(Generic[Token]):
 
         # Everything below belongs to the thread.
         self._source: OffsetSender | None = None
-        self._admin: AdminClient | None = None
         self._failed: list[tuple[Token, WriteFault, str]] = []
         self._fatal_told = False
 
@@ -357,9 +346,11 @@ class KafkaTransactions(Generic[Token]):
     ) -> None:
         """Call until it returns.
 
-        The client has been seen to call it retriable for ever, after a process that was frozen went
-        on: brokers that answered everything else had aborted the transaction long before. What has
-        become of it, whoever is started next learns from the group's offsets.
+        A client that has lost its connections in a transaction looks for the coordinator among the
+        brokers that it is connected to, and connects to none for that: it called the end retriable
+        for ever ("No brokers available for Transactions"). A question for metadata makes it
+        connect. Where that does not help either, whoever is started next learns from the group's
+        offsets what has become of the transaction.
         """
         limit_s = TIMEOUTS_UNANSWERED * self._options.timeout_ms / 1_000
         unanswered_s = 0.0
@@ -385,12 +376,10 @@ class KafkaTransactions(Generic[Token]):
                 raise _FatalError
 
     def _brokers_answer(self, transaction: _Transaction[Token]) -> bool:
-        """Whether they do, as a client sees it that is not the one in trouble."""
-        if self._admin is None:
-            self._admin = AdminClient(self._admin_config)
+        """Ask for metadata, which makes the client connect, and return whether any came."""
         topic = transaction.offsets[0].tp[0] if transaction.offsets else None
         try:
-            self._admin.list_topics(topic, SLICE_S)
+            self._producer.list_topics(topic, SLICE_S)
         except KafkaException:
             return False
         return True

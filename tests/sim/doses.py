@@ -61,7 +61,7 @@ CHANCES: Mapping[str, float] = {
     "report late": 0.3,
     "producer's queue full": 0.5,
     "end of a transaction late": 0.2,
-    "end of a transaction never answered": 0.12,
+    "end of a transaction never answered": 0.03,
     "offsets of a transaction not answered": 0.1,
     "transaction marker": 0.3,
     "offsets compacted away": 0.2,

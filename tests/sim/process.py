@@ -39,7 +39,7 @@ from tests.sim.servers import ModelServer
 from tests.sim.shims import SimLoop, SimQueue
 from tests.sim.streams import SimServers
 from tests.sim.texts import BREAKS_ESTIMATOR, mark_of, tokens_of
-from tests.sim.transactions import SimAdmin, TransactionalProducer
+from tests.sim.transactions import TransactionalProducer
 
 LEAVE_TIMEOUT_S = 10.0
 
@@ -295,9 +295,6 @@ class Process:
         producer = kind(self._broker, self.owner, self._doses, self._watcher, config)
         self._producers.append(producer)
         return producer
-
-    def make_admin(self) -> SimAdmin:
-        return SimAdmin(self._broker, self.owner)
 
     def found(self, model: str, servers: Mapping[str, ModelServer]) -> None:
         """The names of its model servers were looked up."""

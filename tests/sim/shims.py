@@ -311,7 +311,6 @@ def installed(
     *,
     consumer: Callable[[Any], Any],
     producer: Callable[[Any], Any],
-    admin: Callable[[Any], Any],
     loop_of: Callable[[], SimLoop],
 ) -> Iterator[None]:
     """Run what follows with the adapters in virtual time."""
@@ -330,7 +329,6 @@ def installed(
         (kafka_transactions, "threading", threading),
         (kafka_transactions, "queue", SimQueueModule(kernel)),
         (kafka_transactions, "Producer", producer),
-        (kafka_transactions, "AdminClient", admin),
         (bridge, "time", sim_time),
         (server_stream, "asyncio", SimAsyncio(loop_of)),
     ]

@@ -235,7 +235,6 @@ class Simulation:
             kernel,
             consumer=lambda config: process_of().make_consumer(config),
             producer=lambda config: process_of().make_producer(config),
-            admin=lambda _config: process_of().make_admin(),
             loop_of=lambda: process_of().loop,
         ):
             try:

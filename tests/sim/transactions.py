@@ -225,6 +225,13 @@ class TransactionalProducer(SimProducer):
         self._ending.wait(timeout)
         self._begun = False
 
+    def list_topics(self, topic: str | None, timeout: float) -> None:
+        """Any broker answers that one is up."""
+        del topic
+        call = _Call(self._kernel.fiber())
+        self._kernel.at(self._arrival_ns(), self._owner, "metadata", call.end)
+        call.wait(timeout)
+
     def _fatal(self) -> KafkaError:
         self._kernel.fire("transaction: its producer is fenced")
         return KafkaError(KafkaError._FENCED, "fenced", fatal=True)
@@ -244,22 +251,6 @@ class TransactionalProducer(SimProducer):
     def flush(self, timeout: float) -> int:
         self.poll(timeout)
         return len(self)
-
-
-class SimAdmin:
-    """An `AdminClient`, as far as it tells whether a broker answers."""
-
-    def __init__(self, broker: Broker, owner: Owner) -> None:
-        self._broker = broker
-        self._owner = owner
-
-    def list_topics(self, topic: str | None, timeout: float) -> None:
-        del topic
-        kernel = self._broker.kernel
-        call = _Call(kernel.fiber())
-        at_ns = self._broker.up_at_ns() + kernel.delay_ns(MS, 10 * MS)
-        kernel.at(at_ns, self._owner, "metadata", call.end)
-        call.wait(timeout)
 
 
 class _Call:

@@ -126,7 +126,6 @@ def end(request: pytest.FixtureRequest) -> str:
 def carried_out(script: Script, end: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is told of one transaction that is to end so."""
     monkeypatch.setattr(kafka_transactions, "Producer", lambda _config: script)
-    monkeypatch.setattr(kafka_transactions, "AdminClient", lambda _config: script)
     monkeypatch.setattr(kafka_transactions, "time", script)
     heard = Heard()
     transactions: KafkaTransactions[int] = KafkaTransactions(OPTIONS, heard)
