@@ -31,6 +31,8 @@ LETTER_EXTRA_BYTES = 64 * 1024
 _BROKER_DEFAULT = -1
 _LOG_TIME = "LogAppendTime"
 _RETRY_S = 0.05
+_OF_TRANSACTIONS = ("__transaction_state", "__consumer_offsets")
+"""Kafka's own topics that each transaction of ours writes to."""
 _NOT_TOLD = frozenset(
     {
         KafkaError._UNSUPPORTED_FEATURE,
@@ -95,9 +97,12 @@ def check_topics(
     results: str,
     dlq: str,
     fallback_max_message_bytes: int,
+    transactions: bool = False,
     logger: logging.Logger | None = None,
 ) -> Topics:
     """Check the three at start; `fallback_max_message_bytes` stands in for a limit not readable.
+
+    `transactions`: results and dead letters are to be written in such.
 
     Raises:
         TopicsError: the brokers don't answer, a topic is missing or not ours to see, two are one,
@@ -125,6 +130,8 @@ def check_topics(
                 f"max_message_bytes ({limit}) stands in for its max.message.bytes"
             )
         limits[name] = limit
+    if transactions:
+        warnings += _notes_on_replicas(admin.least_replicas, [results, dlq, *_OF_TRANSACTIONS])
     return Topics(message_bytes=limits, cluster_id=admin.cluster_id, warnings=warnings)
 
 
@@ -174,7 +181,9 @@ class _Admin:
             config["logger"] = logger
         self._address = options.bootstrap_servers
         self.cluster_id: str | None = None
-        """Known after the first look at the topics."""
+        """Known after the first look at the topics, as `least_replicas` is."""
+        self.least_replicas: dict[str, int] = {}
+        """How many the partition with the fewest has, by topic."""
         try:
             self._client = AdminClient(config)
         except (KafkaException, TypeError, ValueError) as error:
@@ -188,8 +197,13 @@ class _Admin:
         except KafkaException as error:
             raise TopicsError(f"no broker answers at {self._address}: {_why(error)}") from error
         self.cluster_id = found.cluster_id
-        topics = found.topics.items()
-        return {name: len(topic.partitions) for name, topic in topics if not topic.error}
+        topics = {name: topic.partitions for name, topic in found.topics.items() if not topic.error}
+        self.least_replicas = {
+            name: min(len(partition.replicas) for partition in partitions.values())
+            for name, partitions in topics.items()
+            if partitions
+        }
+        return {name: len(partitions) for name, partitions in topics.items()}
 
     def wait_until_known(self, names: Sequence[str]) -> dict[str, int]:
         """Wait until the brokers know topics just created; return `partitions()` of then."""
@@ -281,6 +295,18 @@ def _notes_on_letters(
             f"queries will lack their value ({queries + LETTER_EXTRA_BYTES} would hold them)"
         )
     return notes
+
+
+def _notes_on_replicas(least_replicas: Mapping[str, int], names: Sequence[str]) -> list[str]:
+    alone = [name for name in names if least_replicas.get(name) == 1]
+    if not alone:
+        return []
+    note = (
+        f"one replica in {', '.join(alone)}: Kafka does not end a transaction in a partition "
+        "without a leader (4.4.0 takes it for deleted), so results committed while their broker is "
+        "away may stay hidden or be lost to readers; exactly_once needs 3 replicas"
+    )
+    return [note]
 
 
 def outcome_lines(outcomes: Sequence[TopicOutcome]) -> list[str]:

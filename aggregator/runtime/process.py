@@ -241,6 +241,7 @@ class _Process:
             results=settings.results_topic,
             dlq=settings.dlq_topic,
             fallback_max_message_bytes=settings.max_message_bytes,
+            transactions=settings.delivery == "exactly_once",
             logger=librdkafka_logger(log),
         )
         for warning in topics.warnings:

@@ -14,7 +14,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
-from tests.chaos.arena import SESSION_MS, STREAM_SILENCE_MS, Arena, Fleet, Member, say
+from tests.chaos.arena import (
+    FREEZE_BROKER_S_MAX,
+    SESSION_MS,
+    STREAM_SILENCE_MS,
+    Arena,
+    Fleet,
+    Member,
+    say,
+)
 from tests.harness.accounts import Period
 
 PAUSE_S = (0.5, 4.0)
@@ -154,7 +162,10 @@ class Mayhem:
                 self._count("kill_broker")
                 self._arena.kill_broker(random.uniform(0.0, 3.0))
             else:
-                seconds = random.uniform(0.5, 2 * SESSION_MS / 1_000)
+                longest = 2 * SESSION_MS / 1_000
+                if self._arena.transactions:
+                    longest = min(longest, FREEZE_BROKER_S_MAX)
+                seconds = random.uniform(0.5, longest)
                 say("broker", f"freeze for {seconds:.1f} s")
                 self._count("freeze_broker")
                 self._arena.freeze_broker(seconds)

@@ -38,6 +38,26 @@ def check(bootstrap_servers: str, queries: str, results: str, dlq: str) -> Topic
     )
 
 
+@pytest.mark.kafka
+def test_transactions_on_one_replica_are_warned_of(
+    kafka: KafkaNode, kafka_topic: TopicFactory
+) -> None:
+    queries, results, dlq = kafka_topic(), kafka_topic(), kafka_topic()
+    found = check_topics(
+        options_of(kafka.bootstrap_servers),
+        queries=queries,
+        results=results,
+        dlq=dlq,
+        fallback_max_message_bytes=FALLBACK,
+        transactions=True,
+    )
+    (warning,) = [line for line in found.warnings if "replica" in line]
+    assert warning.startswith(f"one replica in {results}, {dlq}")
+    assert queries not in warning
+    plain = check(kafka.bootstrap_servers, queries, results, dlq)
+    assert not [line for line in plain.warnings if "replica" in line]
+
+
 def config_of(node: KafkaNode, topic: str) -> dict[str, str]:
     admin = AdminClient({"bootstrap.servers": node.bootstrap_servers})
     resource = ConfigResource(ResourceType.TOPIC, topic)
