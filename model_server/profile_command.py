@@ -182,10 +182,10 @@ def show(profile: Profile, options: ProfileCommandOptions, console: Console) -> 
     try:
         if options.json_path is not None:
             options.json_path.write_text(as_json(profile) + "\n", "utf-8")
-            console.print(f"Written: {options.json_path}", highlight=False)
+            console.print(f"Written: {options.json_path}", highlight=False, markup=False)
         if options.plots_folder is not None:
             for path in draw_plots(profile, options.plots_folder):
-                console.print(f"Drawn: {path}", highlight=False)
+                console.print(f"Drawn: {path}", highlight=False, markup=False)
     except (OSError, PlotsUnavailableError) as error:
         raise ProfileCommandError(str(error)) from error
 
@@ -200,4 +200,4 @@ def keep(profile: Profile, cache_dir: Path, console: Console) -> None:
         path = save_profile(cache_dir, profile.key, profile.measured)
     except OSError as error:
         raise ProfileCommandError(str(error)) from error
-    console.print(f"Stored for `model-server serve`: {path}", highlight=False)
+    console.print(f"Stored for `model-server serve`: {path}", highlight=False, markup=False)

@@ -21,6 +21,9 @@ from model_server.core.curve import Fit, Point, fit_curve, fit_line, knee_of, mo
 
 THROUGHPUT_RATIO = 0.9
 """More throughput than this part of the best costs latency out of proportion."""
+TOKENS_MAX = 2**31
+PASS_MS_MIN, PASS_MS_MAX = 1e-6, 1e9
+"""Of anything that could have been measured: fits of what lies beyond lose all digits."""
 RESAMPLES = 500
 _TAIL = 0.025
 """Of resampled targets left out at each end: a 95% interval."""
@@ -69,7 +72,8 @@ class Measured:
     """Sizes, ascending, and for each round the milliseconds of one pass of each of them.
 
     Raises:
-        ValueError: a round has not one positive time a size, sizes don't ascend, or all is empty.
+        ValueError: a round has not one time a size that a pass can take, sizes don't ascend or are
+            beyond all passes, or all is empty.
     """
 
     tokens: tuple[int, ...]
@@ -80,11 +84,13 @@ class Measured:
             raise ValueError("nothing was measured")
         if self.tokens[0] < 1 or any(a >= b for a, b in pairwise(self.tokens)):
             raise ValueError("sizes must ascend from 1")
+        if self.tokens[-1] > TOKENS_MAX:
+            raise ValueError(f"a pass has at most {TOKENS_MAX} tokens")
         for times_ms in self.rounds_ms:
             if len(times_ms) != len(self.tokens):
                 raise ValueError(f"{len(times_ms)} times for {len(self.tokens)} sizes")
-            if not all(0 < time_ms < math.inf for time_ms in times_ms):
-                raise ValueError("a pass takes a positive time")
+            if not all(PASS_MS_MIN <= time_ms <= PASS_MS_MAX for time_ms in times_ms):
+                raise ValueError(f"a pass takes {PASS_MS_MIN:g} to {PASS_MS_MAX:g} ms")
 
     def medians(self, rounds: Sequence[int] | None = None) -> list[Point]:
         """The median of each size, over all rounds or those chosen."""

@@ -31,6 +31,6 @@ def read_cached_object(path: Path) -> dict[str, object]:
     """The JSON object in `path`; empty when it is absent or damaged, since a cache is remade."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

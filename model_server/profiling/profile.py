@@ -7,9 +7,11 @@ another machine. Invariant: reading what was written gives the same profile.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
 
 from model_server.core.curve import Fit
 from model_server.core.saturation import (
@@ -81,6 +83,10 @@ class Profile:
         ]
 
 
+_PROFILE: Final = TypeAdapter(Profile)
+_HELD_AGAINST: Final = ("texts", "pass_flops", "peak_flops", "peak_source", "flops_unknown")
+
+
 def as_json(profile: Profile) -> str:
     """For `--json`: what was measured, and what was read out of it."""
     curve = profile.read()
@@ -130,19 +136,15 @@ def from_json(text: str) -> Profile:
         measured = measured_of(kept)
         if measured is None:
             raise ProfileError("it holds no whole curve")
-        flops = kept["pass_flops"]
-        profile = Profile(
-            model=kept["model"],
-            key=ProfileKey(**_known(kept["key"], ProfileKey)),
-            measured=measured,
-            options=TargetOptions(**_known(kept["options"], TargetOptions)),
-            texts=tuple(kept["texts"]),
-            pass_flops=None if flops is None else tuple(flops),
-            peak_flops=kept["peak_flops"],
-            peak_source=kept["peak_source"],
-            flops_unknown=kept["flops_unknown"],
+        names = ("model", "key", "options", *_HELD_AGAINST)
+        profile = _PROFILE.validate_python(
+            {name: kept[name] for name in names} | {"measured": measured}
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except ValidationError as error:
+        raise ProfileError(f"not a profile: {_first(error)}") from error
+    except KeyError as error:
+        raise ProfileError(f"not a profile: {error} is missing") from error
+    except (ValueError, RecursionError) as error:
         raise ProfileError(f"not a profile: {error}") from error
     sizes = len(measured.tokens)
     if len(profile.texts) != sizes or len(profile.pass_flops or profile.texts) != sizes:
@@ -150,8 +152,10 @@ def from_json(text: str) -> Profile:
     return profile
 
 
-def _known(table: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    return {name: table[name] for name in kind.__dataclass_fields__}
+def _first(error: ValidationError) -> str:
+    """The first fault, in one line."""
+    fault = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
 
 
 def formula(fit: Fit) -> str:

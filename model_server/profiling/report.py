@@ -20,10 +20,11 @@ def show_profile(profile: Profile, console: Console) -> None:
     console.print(
         f"{profile.model} · engine {key.engine} · {key.precision} · {key.device} · {key.machine}",
         highlight=False,
+        markup=False,
     )
     console.print(_table(profile, curve))
     for line in sentences(profile, curve):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
 
 
 def _table(profile: Profile, curve: Saturation) -> Table:

@@ -99,5 +99,5 @@ def measured_of(kept: Mapping[str, object]) -> Measured | None:
             tokens=tuple(int(count) for count in tokens),
             rounds_ms=tuple(tuple(float(time_ms) for time_ms in one) for one in rounds_ms),
         )
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None

@@ -108,6 +108,13 @@ def test_a_curve_of_anything_else_is_not(tmp_path: Path, change: dict[str, Any])
         lambda kept: kept.replace(b'"rounds_ms"', b'"rounds"'),
         lambda kept: kept.replace(b"5.8", b"-5.8", 1),
         lambda kept: kept.replace(b'"r1"', b'"r2"'),
+        lambda kept: b"[" * 100_000,
+        lambda kept: kept.replace(b"\n  8,", b"\n  Infinity,", 1),
+        lambda kept: kept.replace(b"\n  4096\n", b"\n  1" + b"0" * 400 + b"\n", 1),
+        lambda kept: kept.replace(b"5.8", b"5" + b"0" * 400, 1),
+        lambda kept: kept.replace(b"5.8", b"5e-324", 1),
+        lambda kept: kept.replace(b"5.8", b"5e300", 1),
+        lambda kept: kept.replace(b"5.8", b"NaN", 1),
     ],
 )
 def test_a_damaged_file_is_none(tmp_path: Path, damage: Any) -> None:
@@ -137,6 +144,11 @@ def test_what_is_written_is_read_again() -> None:
     assert shown["points"][0]["mfu"] == pytest.approx(2e7 * 8 / 5.8e-3 / 4e11)
 
 
+def changed(**fields: object) -> str:
+    """A profile's JSON with other fields."""
+    return json.dumps(json.loads(as_json(profile())) | fields)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -147,11 +159,20 @@ def test_what_is_written_is_read_again() -> None:
         as_json(profile()).replace('"tokens": [', '"tokens": [1,'),
         as_json(profile()).replace('"texts": [', '"texts": [1,'),
         as_json(profile()).replace('"revision"', '"revisions"'),
+        "[" * 100_000,
+        changed(model=5),
+        changed(key=[]),
+        changed(options={"pass_ms_max": "x", "latency_slack_ratio": None}),
+        changed(texts=["a"] * len(SIZES)),
+        changed(pass_flops=["x"] * len(SIZES)),
+        changed(peak_flops="x"),
+        changed(flops_unknown=None),
     ],
 )
 def test_what_is_no_profile_is_refused(broken: str) -> None:
-    with pytest.raises(ProfileError):
+    with pytest.raises(ProfileError) as refused:
         from_json(broken)
+    assert "\n" not in str(refused.value)
 
 
 def shown(one: Profile) -> str:
@@ -180,6 +201,13 @@ def test_people_are_told_what_it_says() -> None:
     assert "MFU is not known: why." in shown(
         profile(pass_flops=None, peak_flops=None, flops_unknown="why")
     )
+
+
+def test_names_are_shown_as_they_are() -> None:
+    one = profile(pass_flops=None, flops_unknown="[/bold] is new")
+    text = shown(replace(one, model="my[bold]model[/x]"))
+    assert "my[bold]model[/x] · engine" in text
+    assert "MFU is not known: [/bold] is new." in text
 
 
 def test_the_table_says_what_its_times_are() -> None:
@@ -465,6 +493,8 @@ def one_line(start: str, output: str) -> str:
         (["--engine", "simulated", "--pass-ms-max", "0"], "pass_ms_max"),
         (["--engine", "simulated", "--tokens-max", "63"], "tokens-max"),
         (["--engine", "simulated", "--peak-tflops", "0"], "peak-tflops"),
+        (["--engine", "simulated", "--peak-tflops", "nan"], "peak-tflops"),
+        (["--engine", "simulated", "--seconds-max", "nan"], "seconds-max"),
         (["--from", "/no/such/file"], "does not exist"),
         (["--from", __file__], "Error: "),
     ],
