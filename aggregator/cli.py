@@ -6,11 +6,14 @@ with a traceback for what a user can cause.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
+import os
 import signal
 import sys
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 
@@ -24,9 +27,22 @@ COMMANDS = {
 }
 """Commands and what they are for: `aggregator.commands.<name>` holds a click command <name>."""
 
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
 
 class LazyGroup(click.Group):
     """Imports a command's module when the command is asked for."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command. What can't be written, such as to a full disk, is said in one line."""
+        open_standard_streams()
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            click.echo(f"Error: the output can't be written: {error.strerror}", err=True)
+            sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Their names, in the order of COMMANDS."""
@@ -48,6 +64,19 @@ class LazyGroup(click.Group):
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+
+def open_standard_streams() -> None:
+    """Give closed ones the null device, or a socket gets their number and what is printed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    null = Path(os.devnull)
+    sys.stdin = sys.stdin or null.open(encoding="utf-8")
+    sys.stdout = sys.stdout or null.open("w", encoding="utf-8")
+    sys.stderr = sys.stderr or null.open("w", encoding="utf-8")
 
 
 @click.group(

@@ -38,6 +38,8 @@ PREFIX = "AGGREGATOR_"
 HIDDEN = "**********"
 TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 TRANSACTION_TIMEOUT_MS_MIN = 1_000
+NAME_CHARACTERS_MAX = 1_000
+"""Brokers hang up on a request with a name of 32 KiB, which looks as if none answered."""
 SECRET_WORDS = ("password", "secret", "token", "jaas", "oauthbearer", ".pem")
 
 # What Kubernetes injects into every pod of a namespace for a Service whose name begins with ours.
@@ -60,13 +62,18 @@ def _topic(value: str) -> str:
 
 def _host_port(value: str) -> str:
     host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) < 65536:
+    if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 65536:
         raise ValueError(f"{value!r} is not HOST:PORT")
+    try:
+        host.encode("idna")  # as sockets do
+    except UnicodeError as error:
+        raise ValueError(f"{value!r}: no such host can be") from error
     return value
 
 
 Topic = Annotated[str, AfterValidator(_topic)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
+HostPortOrNone = Annotated[str, AfterValidator(lambda value: value and _host_port(value))]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -98,12 +105,13 @@ class AggregatorSettings(BaseSettings):
         extra="forbid",
         frozen=True,
         validate_default=True,
+        allow_inf_nan=False,
     )
 
     # Kafka.
     bootstrap_servers: str = Field(default="localhost:9092", min_length=1)
-    group_id: str = Field(default="aggregator", min_length=1)
-    instance_name: str | None = Field(default=None, min_length=1)
+    group_id: str = Field(default="aggregator", min_length=1, max_length=NAME_CHARACTERS_MAX)
+    instance_name: str | None = Field(default=None, min_length=1, max_length=NAME_CHARACTERS_MAX)
     """Unique in the group; the clients' id towards the brokers. Required for exactly_once, where a
     process fences the one before that had its name.
     """
@@ -170,7 +178,7 @@ class AggregatorSettings(BaseSettings):
     """How often the names of model servers are looked up again."""
 
     # Telemetry.
-    metrics_listen: HostPort | Literal[""] = "127.0.0.1:9464"
+    metrics_listen: HostPortOrNone = "127.0.0.1:9464"
     """/metrics, /livez and /readyz; empty: none."""
     log_format: Literal["json", "console"] = "json"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -7,9 +7,12 @@ with a code other than 0 and one clear line on failure.
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 ENGINES = get_args(ModelServerSettings.model_fields["engine"].annotation)
 DTYPES = get_args(ModelServerSettings.model_fields["dtype"].annotation)
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 EXAMPLES_SERVE = """\b
 Examples:
   model-server serve --engine simulated
@@ -49,7 +53,48 @@ Examples:
 """
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class FiniteRange(click.FloatRange):
+    """A range without `nan`, which compares with no bound, and without infinities."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Give the number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no number", param, ctx)
+        return number
+
+
+class OneLineGroup(click.Group):
+    """Ends with one line where standard output can't be written."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command. What can't be written, such as to a full disk, is said in one line."""
+        open_standard_streams()
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            click.echo(f"Error: the output can't be written: {error.strerror}", err=True)
+            sys.exit(1)
+
+
+def open_standard_streams() -> None:
+    """Give closed ones the null device, or a socket gets their number and what is printed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    null = Path(os.devnull)
+    sys.stdin = sys.stdin or null.open(encoding="utf-8")
+    sys.stdout = sys.stdout or null.open("w", encoding="utf-8")
+    sys.stderr = sys.stderr or null.open("w", encoding="utf-8")
+
+
+@click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="token-batching", prog_name="model-server")
 def main() -> None:
     """Serve an embedding model over gRPC, its forward passes filled by token count."""
@@ -195,14 +240,14 @@ def _cache_dir(settings: ModelServerSettings, log: Logger) -> Path | None:
 )
 @click.option(
     "--seconds-max",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=180.0,
     show_default=True,
     help="Time for all passes: fewer sizes and rounds, if it is not enough.",
 )
 @click.option(
     "--peak-tflops",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     help="What the machine can do, for MFU; default: measured by a matrix product.",
 )
 @click.option(
@@ -285,7 +330,9 @@ def _profile(
 @click.option("--dimensions", type=click.IntRange(min=1), help="Smaller ones the model declares.")
 @click.option("--truncate", is_flag=True, help="Cut texts at the model's maximum.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a text, whole vectors.")
-@click.option("--timeout-s", type=float, default=30.0, show_default=True)
+@click.option(
+    "--timeout-s", type=FiniteRange(min=0, min_open=True), default=30.0, show_default=True
+)
 def embed(texts: tuple[str, ...], server: str, timeout_s: float, **options: Any) -> None:
     """Embed texts, or the lines of standard input, and print their vectors.
 
@@ -293,8 +340,7 @@ def embed(texts: tuple[str, ...], server: str, timeout_s: float, **options: Any)
     """
     from model_server.embed_client import EmbedError, EmbedOptions, embed_texts  # noqa: PLC0415
 
-    given = list(texts) or [line.rstrip("\n") for line in sys.stdin]
-    given = [text for text in given if text]
+    given = [text for text in texts or _lines() if text]
     if not given:
         raise click.ClickException("no texts: give them as arguments or as lines of standard input")
     try:
@@ -303,5 +349,16 @@ def embed(texts: tuple[str, ...], server: str, timeout_s: float, **options: Any)
         )
     except EmbedError as error:
         raise click.ClickException(str(error)) from error
+    except UnicodeEncodeError as error:
+        raise click.ClickException(f"{error.object[:80]!r} is not UTF-8") from error
     if refused:
         raise click.ClickException(f"{refused} of {len(given)} texts have no vector")
+
+
+def _lines() -> Iterator[str]:
+    """Those of standard input."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise click.ClickException(f"line {number} is not UTF-8: {error.reason}") from error

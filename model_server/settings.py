@@ -64,12 +64,17 @@ class SettingsError(Exception):
 
 def _host_port(value: str) -> str:
     host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
         raise ValueError(f"{value!r} is not HOST:PORT")
+    try:
+        host.encode("idna")  # as sockets do
+    except UnicodeError as error:
+        raise ValueError(f"{value!r}: no such host can be") from error
     return value
 
 
 HostPort = Annotated[str, AfterValidator(_host_port)]
+HostPortOrNone = Annotated[str, AfterValidator(lambda value: value and _host_port(value))]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -89,7 +94,7 @@ class Fault(StrEnum):
 class SimulatedSettings(BaseModel):
     """Of the simulated engine; `model_server.engines.simulated` says what they do."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     fixed_ms: NotNegative = 5.0
     slope_us_per_token: NotNegative = 10.0
@@ -128,6 +133,7 @@ class ModelServerSettings(BaseSettings):
         extra="forbid",
         frozen=True,
         validate_default=True,
+        allow_inf_nan=False,
         protected_namespaces=(),
     )
 
@@ -191,7 +197,7 @@ class ModelServerSettings(BaseSettings):
 
     # Listening and telemetry.
     grpc_listen: HostPort = "127.0.0.1:50051"
-    metrics_listen: HostPort | Literal[""] = "127.0.0.1:9465"
+    metrics_listen: HostPortOrNone = "127.0.0.1:9465"
     """/metrics, /livez and /readyz; empty: none."""
     log_format: Literal["json", "console"] = "json"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

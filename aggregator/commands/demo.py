@@ -32,6 +32,7 @@ from aggregator.commands.demo_report import screen
 from aggregator.commands.demo_stack import Stack, StackError, StackOptions
 from aggregator.commands.demo_steps import Steps
 from aggregator.commands.kafka_client import KafkaClientError
+from aggregator.commands.options import FiniteRange
 from aggregator.commands.own_command import own_command
 
 INTERRUPTED = 130
@@ -62,7 +63,7 @@ Examples:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(1, 600),
+    type=FiniteRange(1, 600),
     default=10.0,
     show_default=True,
     help="Length of the paced phase, at most; the flood sends every query once.",

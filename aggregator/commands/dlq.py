@@ -30,7 +30,12 @@ from aggregator.commands.dlq_show import json_lines, named, shown, table
 from aggregator.commands.dlq_topic import LetterReader, StoredLetter
 from aggregator.commands.dlq_turn import ReplayTurn
 from aggregator.commands.kafka_client import DeadLetterTopics, KafkaClientError
-from aggregator.commands.options import letter_options, letter_topics_of, queries_option
+from aggregator.commands.options import (
+    FiniteRange,
+    letter_options,
+    letter_topics_of,
+    queries_option,
+)
 from aggregator.commands.wording import counted
 from aggregator.core.failures import Reason
 
@@ -161,7 +166,7 @@ Examples:
 @_SINCE
 @click.option(
     "--rate",
-    type=click.FloatRange(min=0.01, max=100_000),
+    type=FiniteRange(min=0.01, max=100_000),
     default=RATE_DEFAULT,
     show_default=True,
     metavar="LETTERS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,37 @@ from aggregator.settings import AggregatorSettings, SettingsError, load_settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+
+class FiniteRange(click.FloatRange):
+    """A range without `nan`, which compares with no bound, and without infinities."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Give the number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no number", param, ctx)
+        return number
+
+
+class _Name(click.ParamType[str]):
+    """Text that Kafka's client takes. An empty one is a mistake, not the absence of one."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Give the text."""
+        text = str(value)
+        if not text:
+            self.fail("it is empty", param, ctx)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail(f"{text!r} is not UTF-8", param, ctx)
+        return text
+
+
 _CONFIG = click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -22,12 +54,19 @@ _CONFIG = click.option(
 _BROKER = click.option(
     "--bootstrap-servers",
     "-b",
+    type=_Name(),
     metavar="HOST:PORT,...",
     help="Instead of the setting AGGREGATOR_BOOTSTRAP_SERVERS.",
 )
-_QUERIES = click.option("--queries-topic", help="Instead of the setting AGGREGATOR_QUERIES_TOPIC.")
-_RESULTS = click.option("--results-topic", help="Instead of the setting AGGREGATOR_RESULTS_TOPIC.")
-_LETTERS = click.option("--dlq-topic", help="Instead of the setting AGGREGATOR_DLQ_TOPIC.")
+_QUERIES = click.option(
+    "--queries-topic", type=_Name(), help="Instead of the setting AGGREGATOR_QUERIES_TOPIC."
+)
+_RESULTS = click.option(
+    "--results-topic", type=_Name(), help="Instead of the setting AGGREGATOR_RESULTS_TOPIC."
+)
+_LETTERS = click.option(
+    "--dlq-topic", type=_Name(), help="Instead of the setting AGGREGATOR_DLQ_TOPIC."
+)
 
 
 def topic_options(command: Command) -> Command:

@@ -22,7 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from aggregator.commands.exchange import JSON, PROTOBUF, Arrival, Exchange, QueryFields
 from aggregator.commands.kafka_client import KafkaClientError
-from aggregator.commands.options import topic_options, topics_of
+from aggregator.commands.options import FiniteRange, topic_options, topics_of
 from aggregator.commands.received import NotAResultError, read_result
 from aggregator.commands.wording import counted
 
@@ -58,7 +58,7 @@ Examples:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     # Longer than a query lives by default, so that what became of it is heard.
     default=65.0,
     show_default=True,

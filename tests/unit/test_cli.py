@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -82,6 +83,60 @@ def test_an_unknown_command_is_said_to_be_one() -> None:
     result = CliRunner().invoke(group, ["rnu"])
     assert result.exit_code == 2
     assert "No such command 'rnu'" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "aggregator --help",
+        "aggregator run --print-config",
+        "model_server --help",
+        "model_server serve --engine simulated --print-config",
+    ],
+)
+def test_a_full_disk_is_one_line(words: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", *words.split()],
+            check=False,
+            env={**os.environ, **MODELS},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: the output can't be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("module", ["aggregator", "model_server"])
+def test_closed_standard_streams_are_not_given_to_sockets(module: str) -> None:
+    probe = (
+        "import os, sys; [os.close(number) for number in range(3)]; "
+        "sys.stdin = sys.stdout = sys.stderr = None; "
+        f"from {module}.cli import open_standard_streams; open_standard_streams(); "
+        "print('nowhere'); print('nowhere', file=sys.stderr); "
+        "nulls = [os.fstat(n).st_rdev == os.stat(os.devnull).st_rdev for n in range(3)]; "
+        "os._exit(0 if all(nulls) and sys.stdin.read() == '' and not sys.stdin.isatty() else 1)"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dlq", "replay", "--all", "--rate", "nan"], "'--rate': nan"),
+        (["send", "--timeout", "inf", "a"], "'--timeout': inf"),
+        (["send", "--bootstrap-servers", "", "a"], "it is empty"),
+        (["send", "--results-topic", "\udcff", "a"], "is not UTF-8"),
+        (["dlq", "list", "--dlq-topic", ""], "it is empty"),
+    ],
+)
+def test_an_option_that_can_not_be_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(group, arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(

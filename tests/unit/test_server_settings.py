@@ -102,7 +102,12 @@ def test_tables_and_lists_in_variables() -> None:
         ({"SIMULATED__FAULTS": '{"x": "explode"}'}, "simulated.faults.x"),
         ({"INPUTS_MAX": "0"}, "inputs_max"),
         ({"GRPC_LISTEN": "50051"}, "HOST:PORT"),
-        ({"METRICS_LISTEN": "localhost"}, "metrics_listen"),
+        ({"METRICS_LISTEN": "localhost"}, "metrics_listen: 'localhost' is not HOST:PORT"),
+        ({"METRICS_LISTEN": "a" * 64 + ":9465"}, "no such host can be"),
+        ({"GRPC_LISTEN": "\udcff:50051"}, "grpc_listen: .* no such host can be"),
+        ({"SIMULATED__FIXED_MS": "inf"}, "simulated.fixed_ms"),
+        ({"PASS_MS_MAX": "inf"}, "pass_ms_max"),
+        ({"PASS_MS_MAX": "nan"}, "pass_ms_max"),
         ({"ENGINE": "torch"}, "model is required"),
         ({"ENGINE": "sglang"}, "model is required"),
         ({"QUANTIZATION": "fp8"}, "quantization is for engine sglang and vllm, not "),
@@ -210,6 +215,7 @@ def test_help_has_an_example(command: str) -> None:
         (["serve", "--model", "/no/such/folder"], "no such folder"),
         (["embed", "--server", "127.0.0.1:1", "--timeout-s", "5", "a"], "127.0.0.1:1: UNAVAILABLE"),
         (["embed"], "no texts"),
+        (["embed", "\udcff"], "is not UTF-8"),
     ],
 )
 def test_failures_are_one_clear_line(arguments: list[str], message: str) -> None:
@@ -217,6 +223,19 @@ def test_failures_are_one_clear_line(arguments: list[str], message: str) -> None
     assert result.exit_code != 0
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
+def test_a_timeout_is_a_time(seconds: str) -> None:
+    result = run("embed", "--timeout-s", seconds, "a")
+    assert result.exit_code == 2
+    assert "Invalid value for '--timeout-s'" in result.stderr
+
+
+def test_lines_that_are_no_text_are_named() -> None:
+    result = CliRunner().invoke(main, ["embed"], input=b"one\ntw\xff\n")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: line 2 is not UTF-8: invalid start byte\n"
 
 
 # Telemetry

@@ -84,7 +84,15 @@ def test_environment_overrides_the_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("AGGREGATOR_RESULTS_TOPIC", "re sults", "not a Kafka topic name"),
         ("AGGREGATOR_POLL_RECORDS_MAX", "10001", "poll_records_max must be at most"),
         ("AGGREGATOR_REVOKE_DEADLINE_MS", "75001", "a quarter of max_poll_interval_ms"),
-        ("AGGREGATOR_METRICS_LISTEN", "9464", "not HOST:PORT"),
+        ("AGGREGATOR_METRICS_LISTEN", "9464", "metrics_listen: '9464' is not HOST:PORT"),
+        ("AGGREGATOR_METRICS_LISTEN", "\udcff:9464", "metrics_listen: '\\udcff:9464': no such"),
+        ("AGGREGATOR_METRICS_LISTEN", "a" * 64 + ":9464", "no such host can be"),
+        ("AGGREGATOR_METRICS_LISTEN", "localhost:²", "not HOST:PORT"),
+        ("AGGREGATOR_LEAD_MS", "inf", "lead_ms: "),
+        ("AGGREGATOR_LEAD_MS", "nan", "lead_ms: "),
+        ("AGGREGATOR_KAFKA", '{"linger.ms": NaN}', "kafka.linger.ms."),
+        ("AGGREGATOR_INSTANCE_NAME", "a" * 1_001, "instance_name: "),
+        ("AGGREGATOR_GROUP_ID", "a" * 1_001, "group_id: "),
     ],
 )
 def test_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
