@@ -303,13 +303,12 @@ class Checks(TopicChecks):
         """A rebalance callback has returned; before `Release`: the source gave up waiting."""
         watch = self._watch(process.owner.name)
         due_ns = process.options.core.revoke_deadline_ns
-        for epochs in watch.revoking.values():
-            for epoch in epochs:
-                if epoch.tp in tps and not epoch.over:
-                    self._kernel.fire("revoke: the source gave up waiting")
-                    if waited_ns < due_ns and process.halt is None:
-                        self.violated(4, f"a revoke of {tps} did not wait for the core")
-                    epoch.given_up_on = True
+        # Not those of `revoking` alone: the core may not even have heard of it.
+        for epoch in [watch.epochs[tp] for tp in tps if tp in watch.epochs]:
+            self._kernel.fire("revoke: the source gave up waiting")
+            if waited_ns < due_ns and process.halt is None:
+                self.violated(4, f"a revoke of {tps} did not wait for the core")
+            epoch.given_up_on = True
 
     def _stopping(self, process: Process, watch: Watch) -> None:
         if watch.drain is not None:

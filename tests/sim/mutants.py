@@ -170,16 +170,6 @@ def _lost_as_revoked(core: machine.Aggregator, event: ev.PartitionsLost, now_ns:
     """Losses are ignored, as without `on_lost`."""
 
 
-def _assigned_before(core: machine.Aggregator, event: ev.PartitionsAssigned, now_ns: int) -> None:
-    """As it was until simulation found it: the drain forgets partitions that come meanwhile."""
-    _ORIGINAL_ASSIGNED(core, event, now_ns)
-    for tp in event.partitions:
-        core._ledgers[tp].closed = False
-
-
-_ORIGINAL_ASSIGNED = machine.Aggregator._partitions_assigned
-
-
 def _returns_at_once(source: kafka_source.KafkaSource) -> None:
     """The rebalance callback does not wait for the core."""
 
@@ -221,6 +211,9 @@ def _never_pause(core: machine.Aggregator) -> None:
     core._windows_moved = False
 
 
+_ORIGINAL_ASSIGNED = machine.Aggregator._partitions_assigned
+
+
 def _pause_forgotten(core: machine.Aggregator, event: ev.PartitionsAssigned, now_ns: int) -> None:
     """What the client forgets on an assignment is not said again."""
     _ORIGINAL_ASSIGNED(core, event, now_ns)
@@ -242,7 +235,7 @@ def _bytes_given_back_twice(core: machine.Aggregator, event: ev.WritesDurable, n
     core._query_bytes -= sum(query.size_bytes for query in event.letters)
 
 
-def _pass_over_target(chooser: passes.Passes, chosen: Chosen, limits: Any) -> None:
+def _pass_over_target(chooser: passes.Passes, chosen: Chosen, limits: Any, _tokens: int) -> None:
     """Passes are filled to four times the maximum."""
     wide = PackLimits(
         tokens=4 * limits.batch_tokens_max, inputs=4 * limits.inputs_max, size_bytes=1 << 30
@@ -483,13 +476,6 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
         S,
         "_wait_for_release",
         _returns_at_once,
-    ),
-    (
-        "partitions of the drain are begun",
-        (3, 4),
-        A,
-        "_partitions_assigned",
-        _assigned_before,
     ),
     (
         "commits of other epochs are sent (connect)",
