@@ -177,8 +177,10 @@ class SimConsumer:
             self._broker.observer.revoke_returned(self.owner.process, callback.tps, waited_ns)
             self._unassign(callback.tps)
         else:
-            self._unassign(callback.tps)
-            self._on_lost(self, partitions)
+            # With what a callback that was under way has assigned since.
+            lost = sorted({*callback.tps, *self.assignment})
+            self._unassign(lost)
+            self._on_lost(self, [KafkaPartition(*tp) for tp in lost])
             self._fenced = self._exceeded = False
             self._join()
         self.in_callback = False
