@@ -9,7 +9,6 @@ BIN := .venv/bin
 ARGS ?=
 # Queries of your own for verify and the benches: a file of lines, or of id TAB text.
 QUERIES ?=
-FROM_FILE := $(if $(QUERIES),--queries "$(QUERIES)")
 export MAKECMDGOALS
 
 INSTALL := sh ops/env/telling.sh installing sh ops/env/install.sh
@@ -107,8 +106,8 @@ kafka: $(RUN) ## One real Apache Kafka node in the foreground (Java 17, Maven)
 	@$(BIN)/python -m ops.kafka $(ARGS)
 
 # Real texts and arrivals instead of the project's own: make bench-latency QUERIES=FILE ARRIVALS=FILE
-FROM_QUERIES = $(if $(QUERIES),--queries $(QUERIES))
-FROM_ARRIVALS = $(if $(ARRIVALS),--arrivals $(ARRIVALS))
+FROM_QUERIES = $(if $(QUERIES),--queries "$(QUERIES)")
+FROM_ARRIVALS = $(if $(ARRIVALS),--arrivals "$(ARRIVALS)")
 
 RECORDS ?= 2000000
 
@@ -143,17 +142,16 @@ verify: $(DEV) $(ENVIRONMENT_$(ENGINE)) ## Every query one result, every vector 
 
 # Chaos: RUNS=10 runs, SEED=n the first one's seed, ROUNDS=2 of each act, DELIVERY=exactly_once.
 RUNS ?= 1
-SEED ?= 0
 ROUNDS ?= 1
 DELIVERY ?= at_least_once
 MINUTES ?= 10
 
 .PHONY: chaos soak
 chaos: $(DEV) ## Kill, freeze and restart everything on a real Kafka under load; count what came of it
-	@$(BIN)/python -m tests.chaos --runs $(RUNS) --seed $(SEED) --rounds $(ROUNDS) --delivery $(DELIVERY) $(ARGS)
+	@$(BIN)/python -m tests.chaos --runs $(RUNS) --seed $(or $(SEED),0) --rounds $(ROUNDS) --delivery $(DELIVERY) $(ARGS)
 
 soak: $(DEV) ## The same for MINUTES=10 at random, the load swinging three-fold; memory too
-	@$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) --delivery $(DELIVERY) $(ARGS)
+	@$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(or $(SEED),0) --delivery $(DELIVERY) $(ARGS)
 
 # make sim SEEDS=1000, or SEED=n for one with its trace on standard error.
 SEEDS ?= 300

@@ -2,8 +2,8 @@
 
 Two phases. In the first everything that the seed's doses hold may happen at any instant, while
 records keep coming; whatever a checker sees wrong ends the run. Then nothing goes wrong any more
-and nothing new comes: within `HEAL_NS` of virtual time the lag must be zero, nothing paused, and
-nothing held.
+and nothing new comes: within `HEAL_NS` (and `POISON_NS`) of virtual time the lag must be zero,
+nothing paused, and nothing held.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from tests.sim.transactions import TransactionLog
 
 MODEL = "model"
 HEAL_NS = 150 * SECOND
+POISON_NS = 10 * SECOND
+"""As much longer for each query that kills engines: it is tried again until it has done so alone,
+and each time an engine has to come back, or a breaker to try it."""
 SLICE_NS = 50 * MS
 LOOK_UP_NS = SECOND // 2
 PLAIN = "plain"
@@ -283,8 +286,9 @@ class Simulation:
         self.healing = self.doses.healthy = True
         self.monkey.heal()
         started_ns = kernel.now_ns
+        heal_ns = HEAL_NS + POISON_NS * self.checks.poison_left()
         unfinished: str | None = "not looked at yet"
-        while kernel.now_ns < started_ns + HEAL_NS:
+        while kernel.now_ns < started_ns + heal_ns:
             kernel.run(kernel.now_ns + 10 * SLICE_NS)
             self._bury()
             self.monkey.restart_misled()
@@ -293,7 +297,7 @@ class Simulation:
                 break
         outcome.heal_ns = kernel.now_ns - started_ns
         if unfinished is not None:
-            self.checks.violated(0, f"{HEAL_NS / 1e9} s after healing: {unfinished}")
+            self.checks.violated(0, f"{heal_ns / 1e9} s after healing: {unfinished}")
         self.checks.at_end(self.living())
 
 

@@ -71,6 +71,14 @@ class TopicChecks:
     def alone_hit(self, query: Query) -> None:
         self.records[query.tp][query.offset].alone_hits += 1
 
+    def poison_left(self) -> int:
+        """Queries without a result that kill whatever engine runs them."""
+        return sum(
+            record.kind == "engine dies" and not record.results and not record.deleted
+            for records in self.records.values()
+            for record in records.values()
+        )
+
     # The broker ----------------------------------------------------------------------------------
 
     def committed(self, consumer: SimConsumer, tp: TopicPartition, offset: int) -> None:
