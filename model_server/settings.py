@@ -161,8 +161,8 @@ class ModelServerSettings(BaseSettings):
     # The engine.
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    threads: Annotated[int, Field(ge=0)] = 0
-    """0: as many as this process may use."""
+    threads: Annotated[int, Field(ge=0, le=4_096)] = 0
+    """0: as many as this process may use. Libraries crash when they can't have as many as asked."""
     simulated: SimulatedSettings = SimulatedSettings()
     # Of engines with processes of their own, as they name them.
     quantization: str | None = Field(default=None, min_length=1)

@@ -26,7 +26,7 @@ from aggregator.commands.dlq_replay import (
     ReplayOptions,
     SendError,
 )
-from aggregator.commands.dlq_show import json_lines, named, shown, table
+from aggregator.commands.dlq_show import json_lines, named, table
 from aggregator.commands.dlq_topic import LetterReader, StoredLetter
 from aggregator.commands.dlq_turn import ReplayTurn
 from aggregator.commands.kafka_client import DeadLetterTopics, KafkaClientError
@@ -36,7 +36,7 @@ from aggregator.commands.options import (
     letter_topics_of,
     queries_option,
 )
-from aggregator.commands.wording import counted
+from aggregator.commands.wording import counted, shown
 from aggregator.core.failures import Reason
 
 _AGE = re.compile(r"([0-9]{1,6})([smhd])")

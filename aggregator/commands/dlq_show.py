@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from itertools import chain, islice
 
 from aggregator.commands.dlq_topic import StoredLetter
+from aggregator.commands.wording import shown
 
 ROWS_FITTED = 200
 COLUMNS = ("WHEN", "WHERE", "CODE", "REASON", "ATTEMPTS", "REPLAYS", "ID", "MESSAGE")
@@ -92,10 +93,3 @@ def _when(time_ms: int | None) -> str | None:
         return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError, OSError):  # a producer's timestamp may be any number
         return None
-
-
-def shown(text: str) -> str:
-    """On one line, with nothing that moves a terminal's cursor."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -19,7 +19,7 @@ from typing import Any, Self
 from confluent_kafka import KafkaError, Message
 
 from aggregator.commands.kafka_client import QuerySender, ResultReader, Topics
-from aggregator.commands.received import header
+from aggregator.commands.received import header, headers_of
 from protos.embedding.v1 import query_pb2
 
 CORRELATION_HEADER = "aggregator-correlation"
@@ -176,9 +176,10 @@ class Exchange:
 
     def _number(self, record: Message) -> int | None:
         """Whose result this is; None: somebody else's."""
-        correlation = header(record, CORRELATION_HEADER)
+        headers = headers_of(record)
+        correlation = header(headers, CORRELATION_HEADER)
         if correlation is None:
-            return self._by_id.get(header(record, "embedding-id") or "")
+            return self._by_id.get(header(headers, "embedding-id") or "")
         run, _, number = correlation.rpartition("-")
         return int(number) if run == self._run else None
 

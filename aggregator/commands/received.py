@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy.typing as npt
 from confluent_kafka import Message
 from google.protobuf.message import DecodeError
 
-from aggregator.commands.wording import counted
+from aggregator.commands.wording import counted, shown
+from aggregator.core.query import HeaderList
 from protos.embedding.v1 import query_pb2
 
 DIMENSIONS_SHOWN = 4
@@ -28,6 +30,9 @@ _ENCODING_NAMES = {
 _TIMES = ("queue_ms", "inference_ms")
 """To the microsecond when shown."""
 _NUMPY = {"float32": "<f4", "float16": "<f2", "int8": "i1", "ubinary": "u1"}
+
+
+_NO_RESULT = (DecodeError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 class NotAResultError(ValueError):
@@ -68,20 +73,32 @@ class ReceivedResult:
         if self.vector is None:
             error = self.fields["error"]
             field = f" (field {error['field']})" if error.get("field") else ""
-            return f"{self.id}  {self.status}  {error.get('reason')}{field}: {error.get('message')}"
+            why = f"{error.get('reason')}{field}: {error.get('message')}"
+            return shown(f"{self.id}  {self.status}  {why}")
         numbers = " ".join(f"{number:+.4f}" for number in self.vector[:DIMENSIONS_SHOWN])
         more = " ..." if len(self.vector) > DIMENSIONS_SHOWN else ""
         queue_ms, inference_ms = self.fields.get("queue_ms", 0), self.fields.get("inference_ms", 0)
         return (
-            f"{self.id}  OK  {counted(self.tokens, 'token')}  queue {queue_ms:.1f} ms  "
+            f"{shown(self.id)}  OK  {counted(self.tokens, 'token')}  queue {queue_ms:.1f} ms  "
             f"inference {inference_ms:.1f} ms  {len(self.vector)} dims [{numbers}{more}]"
         )
 
 
-def header(record: Message, name: str) -> str | None:
+def headers_of(record: Message) -> HeaderList:
+    """A record's headers; none where the client can't read them (a name that is not UTF-8).
+
+    Ask once for a record: asked again for such ones the client fails otherwise.
+    """
+    try:
+        # The library's type allows for the dictionary that it takes when producing.
+        return tuple(record.headers() or ())  # type: ignore[arg-type]
+    except (SystemError, UnicodeDecodeError):
+        return ()
+
+
+def header(headers: HeaderList, name: str) -> str | None:
     """The last header of this name as text; None: there is none."""
-    # The library's type allows for the dictionary that it takes when producing.
-    for key, value in reversed(list(record.headers() or [])):
+    for key, value in reversed(headers):
         if key == name and isinstance(value, bytes):
             return value.decode("utf-8", "replace")
     return None
@@ -93,19 +110,29 @@ def read_result(record: Message) -> ReceivedResult:
     Raises:
         NotAResultError: its content type or its value is not that of a result.
     """
-    content_type, value = header(record, "content-type"), record.value()
+    content_type, value = header(headers_of(record), "content-type"), record.value()
     read = _READERS.get(content_type or "")
     if read is None or not isinstance(value, bytes):
         raise NotAResultError(f"its content-type is {content_type!r}" if value else "it is empty")
     try:
         fields = read(value)
+        _check(fields)
         vector = _vector(fields)
-    except (DecodeError, ValueError, KeyError, TypeError) as error:
+    except _NO_RESULT as error:
         raise NotAResultError(f"its value can't be read: {error}") from error
     if (vector is None) == ("error" not in fields):
         raise NotAResultError("it has neither a vector nor an error, or both")
     status = str(fields["error"].get("code", "UNKNOWN")) if "error" in fields else "OK"
     return ReceivedResult(id=str(fields.get("id", "")), status=status, vector=vector, fields=fields)
+
+
+def _check(fields: dict[str, Any]) -> None:
+    """Raises TypeError or OverflowError for what can't be shown."""
+    if not isinstance(fields.get("error", {}), dict):
+        raise TypeError("its error is no object")
+    for name in ("tokens", *_TIMES):
+        if not math.isfinite(fields.get(name, 0)):
+            raise TypeError(f"{name} is no number")
 
 
 def _fields_of_protobuf(data: bytes) -> dict[str, Any]:

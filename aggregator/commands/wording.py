@@ -1,4 +1,4 @@
-"""Words for people that depend on a number."""
+"""Words for people: those that depend on a number, and those that came from anybody."""
 
 from __future__ import annotations
 
@@ -6,3 +6,10 @@ from __future__ import annotations
 def counted(count: int, noun: str) -> str:
     """`1 error`, `2 errors`, `1,000 errors`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def shown(text: str) -> str:
+    """On one line, with nothing that moves a terminal's cursor."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -15,8 +15,9 @@ from aggregator.commands.dlq_replay import (
     SendError,
     Sent,
 )
-from aggregator.commands.dlq_show import COLUMNS, json_lines, shown, table
+from aggregator.commands.dlq_show import COLUMNS, json_lines, table
 from aggregator.commands.dlq_topic import OffsetSet, StoredLetter
+from aggregator.commands.wording import shown
 from aggregator.wire.dead_letter import encode_letter
 from aggregator.wire.replay import read_letter
 from tests.unit.wire_builders import BROKEN, TP, WALL_MS, decoded

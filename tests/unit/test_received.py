@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from confluent_kafka import Message
 
-from aggregator.commands.received import NotAResultError, header, read_result
+from aggregator.commands.received import NotAResultError, header, headers_of, read_result
 from protos.embedding.v1 import query_pb2
 
 NUMBERS = [0.5, -2.0, 0.0, 1.0, 0.25, -0.125, 3.0, -1.0]
@@ -111,6 +111,16 @@ def test_an_error_has_no_vector_and_names_its_field() -> None:
         assert result.as_line() == "b  NOT_FOUND  MODEL_UNKNOWN (field model): no such"
 
 
+class Unreadable(Message):
+    """What the client makes of a header's name that is not UTF-8."""
+
+    def value(self, payload: object = None) -> bytes:
+        return b"{}"
+
+    def headers(self) -> Any:
+        raise SystemError
+
+
 @pytest.mark.parametrize(
     ("record", "why"),
     [
@@ -124,6 +134,13 @@ def test_an_error_has_no_vector_and_names_its_field() -> None:
         (message(b'{"embedding": "??", "dimensions": 3, "encoding": "float32"}'), "can't be read"),
         (message(b'{"embedding": [1], "dimensions": 1, "encoding": "float99"}'), "can't be read"),
         (message(b'{"embedding": [1], "dimensions": 1}'), "can't be read"),
+        (message(b'{"error": 5}'), "its error is no object"),
+        (message(b'{"error": {}, "tokens": "x"}'), "can't be read"),
+        (message(b'{"error": {}, "queue_ms": NaN}'), "queue_ms is no number"),
+        (message(b'{"error": {}, "inference_ms": [1]}'), "can't be read"),
+        (message(b'{"error": {}, "tokens": 1' + b"0" * 400 + b"}"), "can't be read"),
+        (message(b"[" * 100_000), "can't be read"),
+        (Unreadable(), "content-type is None"),
     ],
 )
 def test_what_is_no_result_is_refused(record: Message, why: str) -> None:
@@ -133,4 +150,12 @@ def test_what_is_no_result_is_refused(record: Message, why: str) -> None:
 
 def test_the_last_header_of_a_name_counts() -> None:
     record = Message(topic="t", headers=[("a", b"1"), ("b", None), ("a", b"2")])
-    assert (header(record, "a"), header(record, "b"), header(record, "c")) == ("2", None, None)
+    assert [header(headers_of(record), name) for name in "abc"] == ["2", None, None]
+
+
+def test_what_anybody_wrote_moves_no_cursor() -> None:
+    error = {"code": "INTERNAL", "reason": "X\n", "message": "\x1b]0;title\x07"}
+    line = read_result(message(json.dumps({"id": "\x1b[2J", "error": error}).encode())).as_line()
+    assert line == r"\x1b[2J  INTERNAL  X\n: \x1b]0;title\x07"
+    vector = {"id": "a\rb", "embedding": [1], "dimensions": 1, "encoding": "float32"}
+    assert r"a\rb  OK" in read_result(message(json.dumps(vector).encode())).as_line()

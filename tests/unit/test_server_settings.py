@@ -107,6 +107,7 @@ def test_tables_and_lists_in_variables() -> None:
         ({"GRPC_LISTEN": "\udcff:50051"}, "grpc_listen: .* no such host can be"),
         ({"SIMULATED__FIXED_MS": "inf"}, "simulated.fixed_ms"),
         ({"PASS_MS_MAX": "inf"}, "pass_ms_max"),
+        ({"THREADS": "100000000"}, "threads"),
         ({"PASS_MS_MAX": "nan"}, "pass_ms_max"),
         ({"ENGINE": "torch"}, "model is required"),
         ({"ENGINE": "sglang"}, "model is required"),
