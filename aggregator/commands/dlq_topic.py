@@ -25,6 +25,7 @@ from confluent_kafka import (
     TopicPartition,
 )
 
+from aggregator.adapters.record_headers import read_headers
 from aggregator.commands.kafka_client import (
     METADATA_TIMEOUT_S,
     QUIET,
@@ -312,7 +313,7 @@ def _stored(message: Message[Any, Any]) -> StoredLetter | bool | None:
 def _headers(message: Message[Any, Any]) -> HeaderList | None:
     """None: the client can't read them (a name that is not UTF-8), and must not be asked again."""
     try:
-        return message.headers() or ()  # type: ignore[return-value]
+        return read_headers(message) or ()
     except SystemError:
         return None
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from confluent_kafka import Message
 from google.protobuf.message import DecodeError
 
+from aggregator.adapters.record_headers import read_headers
 from aggregator.commands.wording import counted, shown
 from aggregator.core.query import HeaderList
 from protos.embedding.v1 import query_pb2
@@ -90,9 +91,8 @@ def headers_of(record: Message) -> HeaderList:
     Ask once for a record: asked again for such ones the client fails otherwise.
     """
     try:
-        # The library's type allows for the dictionary that it takes when producing.
-        return tuple(record.headers() or ())  # type: ignore[arg-type]
-    except (SystemError, UnicodeDecodeError):
+        return tuple(read_headers(record) or ())
+    except SystemError:
         return ()
 
 

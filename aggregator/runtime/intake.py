@@ -17,6 +17,7 @@ from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 
 from aggregator.adapters.estimator import Estimator
 from aggregator.adapters.kafka_source import RawBatch
+from aggregator.adapters.record_headers import read_headers
 from aggregator.core.calibration import script_class
 from aggregator.core.events import RecordsPolled
 from aggregator.core.failures import Code, Failure, Reason
@@ -52,7 +53,7 @@ class Intake:
             headers: HeaderList = ()
             try:
                 try:
-                    headers = message.headers() or ()  # type: ignore[assignment]
+                    headers = read_headers(message) or ()
                 except SystemError:
                     append(_failed(_HEADERS_UNREADABLE, message, (), tp, epoch, arrived_ns))
                     continue
