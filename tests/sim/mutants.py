@@ -516,7 +516,7 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
     ("a transaction holds no prefix", (10, 1, 2), transactions, "_prefix", _no_prefix),
     ("offsets are left out of a transaction", (0, 10), Q, "refuse", _offsets_forgotten),
     ("an abort is taken for a commit", (0, 1, 2, 5, 10), T, "failed", _aborted_is_done),
-    ("an outage loses what it fails", (0, 1, 2), D, "topic_failed", _drop_on_topic_fault),
+    ("an outage loses what it fails", (0, 1, 2, 5), D, "topic_failed", _drop_on_topic_fault),
     ("what was held is forgotten", (0, 1), D, "_recover", _forget_held),
     ("the first fault of a topic ends the process", (9,), D, "_outage", _give_up_outage),
     ("held records are sent at each probe", (1,), D, "_probe", _resend_before_report),
