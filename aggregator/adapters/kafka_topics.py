@@ -40,6 +40,14 @@ _NOT_TOLD = frozenset(
         KafkaError.CLUSTER_AUTHORIZATION_FAILED,
     }
 )
+_NO_ANSWER = frozenset(
+    {
+        KafkaError._TRANSPORT,
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError._RESOLVE,
+        KafkaError._TIMED_OUT,
+    }
+)
 
 TopicConfig = dict[str, str]
 
@@ -146,6 +154,8 @@ def create_topics(
     """
     _differ(plan.queries, plan.results, plan.dlq)
     admin = _Admin(options, logger)
+    # Creating says of brokers that are not there that it has waited for a controller.
+    admin.partitions()
     keep = {"cleanup.policy": "delete"}
     # The queries first: the dead letters' limit follows from theirs.
     made = {plan.queries: admin.create(plan, plan.queries, {"message.timestamp.type": _LOG_TIME})}
@@ -195,7 +205,11 @@ class _Admin:
             # Of all topics: asking for one by name may create it.
             found = self._client.list_topics(timeout=TIMEOUT_S)
         except KafkaException as error:
-            raise TopicsError(f"no broker answers at {self._address}: {_why(error)}") from error
+            if error.args[0].code() in _NO_ANSWER:
+                raise TopicsError(f"no Kafka broker answers at {self._address}") from error
+            raise TopicsError(
+                f"looking up the topics at {self._address} failed: {_why(error)}"
+            ) from error
         self.cluster_id = found.cluster_id
         topics = {name: topic.partitions for name, topic in found.topics.items() if not topic.error}
         self.least_replicas = {

@@ -120,8 +120,7 @@ class Stack:
             check=False,
         )
         if made.returncode != 0:
-            why = made.stderr.strip().removeprefix("Error: ")
-            raise StackError(f"creating the topics at {self.bootstrap_servers} failed: {why}")
+            raise StackError(made.stderr.strip().removeprefix("Error: "))
         self._step(f"Kafka at {self.bootstrap_servers}, topics {', '.join(TOPICS)}")
 
     def _start_server(self) -> Child:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from aggregator.adapters.estimator import Estimator, load_estimator
 from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, check_overrides
 from aggregator.adapters.kafka_source import KafkaSource, SourceOptions
-from aggregator.adapters.kafka_topics import Topics, TopicsError, check_topics
+from aggregator.adapters.kafka_topics import TIMEOUT_S, Topics, TopicsError, check_topics
 from aggregator.adapters.kafka_transactions import TransactionsError
 from aggregator.adapters.model_servers import ModelServers
 from aggregator.adapters.server_stream import StreamOptions
@@ -62,6 +62,8 @@ HANG_S = 5.0
 MESSAGE_TIMEOUT_MS_MIN, MESSAGE_TIMEOUT_MS_MAX = 1_000, 30_000
 """How long the client itself tries to write a record before an outage begins for the core: a
 quarter of `sink_outage_ms_max`, which is overshot by as much, within these."""
+BROKERS_SAID_AFTER_S = 1.0
+"""So long after the start the log says that it is waited for the brokers."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -234,16 +236,7 @@ class _Process:
         kafka = kafka_options(settings)
         check_overrides(kafka)  # a wrong setting is one line, before the first of the log
         log.info("starting", bootstrap_servers=settings.bootstrap_servers)
-        topics = await in_daemon_thread(
-            check_topics,
-            kafka,
-            queries=settings.queries_topic,
-            results=settings.results_topic,
-            dlq=settings.dlq_topic,
-            fallback_max_message_bytes=settings.max_message_bytes,
-            transactions=settings.delivery == "exactly_once",
-            logger=librdkafka_logger(log),
-        )
+        topics = await _topics(settings, kafka, log)
         for warning in topics.warnings:
             log.warning("topics", reason=warning)
         estimators = await in_daemon_thread(load_estimators, settings)
@@ -454,6 +447,30 @@ class _Process:
                 metrics.set(m.SERVERS, phases.count(phase), name, phase)
             metrics.set(m.STREAMS_OPENED, servers.opened, name)
             metrics.set(m.STREAMS_FAILED, servers.failed, name)
+
+
+async def _topics(settings: AggregatorSettings, kafka: KafkaOptions, log: Logger) -> Topics:
+    """Check them. Brokers that don't answer at once are given time, which the log tells."""
+    checking = asyncio.create_task(
+        in_daemon_thread(
+            check_topics,
+            kafka,
+            queries=settings.queries_topic,
+            results=settings.results_topic,
+            dlq=settings.dlq_topic,
+            fallback_max_message_bytes=settings.max_message_bytes,
+            transactions=settings.delivery == "exactly_once",
+            logger=librdkafka_logger(log),
+        )
+    )
+    done, _ = await asyncio.wait({checking}, timeout=BROKERS_SAID_AFTER_S)
+    if not done:
+        log.info(
+            "waiting for the brokers",
+            bootstrap_servers=settings.bootstrap_servers,
+            seconds_max=TIMEOUT_S,
+        )
+    return await checking
 
 
 def _priority(settings: AggregatorSettings) -> pb.Priority:

@@ -161,7 +161,7 @@ class Member:
     @property
     def found_no_broker(self) -> bool:
         """Whether it ended because no broker answered at its start, as it must."""
-        return any("no broker answers" in str(line.get("text")) for line in self.lines)
+        return any("no Kafka broker answers" in str(line.get("text")) for line in self.lines)
 
     def end(self) -> None:
         """SIGKILL and no more of it."""

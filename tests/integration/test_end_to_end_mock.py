@@ -209,6 +209,20 @@ def test_sigterm_before_it_works_ends_with_0(broker: MockBroker, server_port: in
         assert not [line for line in process.lines if line.get("event") == "claim"]
 
 
+def test_brokers_that_are_not_there_are_waited_for_aloud(
+    broker: MockBroker, server_port: int
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with aggregator(broker, server_port, AGGREGATOR_BOOTSTRAP_SERVERS=address) as process:
+        assert process.wait() == 1
+        (waiting,) = [
+            line for line in process.lines if line.get("event") == "waiting for the brokers"
+        ]
+        assert waiting["bootstrap_servers"] == address
+        (last,) = [line["text"] for line in process.lines if "text" in line]
+    assert last == f"Error: no Kafka broker answers at {address}"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -156,5 +156,7 @@ def test_limits_that_cannot_be_read_fall_back(
 def test_no_broker_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aggregator.adapters.kafka_topics.TIMEOUT_S", 0.3)
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(TopicsError, match=f"no broker answers at {address}"):
+    with pytest.raises(TopicsError, match=f"^no Kafka broker answers at {address}$"):
         check(address, "q", "r", "d")
+    with pytest.raises(TopicsError, match=f"^no Kafka broker answers at {address}$"):
+        create_topics(options_of(address), TopicPlan(queries="q", results="r", dlq="d"))
