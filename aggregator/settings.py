@@ -90,6 +90,18 @@ class ModelSettings(BaseModel):
     tokenizer: Path | None = None
     """The model's own tokenizer.json, for exact estimates; absent: tiktoken's, calibrated."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _servers_alone(cls, value: object) -> object:
+        if isinstance(value, str | list):
+            return {"servers": value}
+        if not isinstance(value, dict | ModelSettings):
+            # Pydantic makes a fault of a setting out of this kind of error, not of TypeError.
+            raise ValueError(  # noqa: TRY004
+                'neither "HOST:PORT[,HOST:PORT...]" nor a table with servers'
+            )
+        return value
+
     @field_validator("servers", mode="before")
     @classmethod
     def _commas(cls, value: object) -> object:
@@ -130,7 +142,8 @@ class AggregatorSettings(BaseSettings):
 
     # Models.
     models: dict[Annotated[str, Field(min_length=1)], ModelSettings] = Field(default_factory=dict)
-    """By served name; required to run. Also as NAME=HOST:PORT[,HOST:PORT...][;NAME=...]."""
+    """By served name; required to run. Also as NAME=HOST:PORT[,HOST:PORT...][;NAME=...], or each
+    as a list of servers alone."""
     default_model: str | None = None
     """Of queries that name none; required when several models are configured."""
     priority: Literal["interactive", "bulk"] = "interactive"
@@ -352,14 +365,25 @@ def _hint(name: str) -> str:
     return f", did you mean {PREFIX}{close[0].upper()}?" if close else ""
 
 
+def _hint_in_file(where: tuple[int | str, ...]) -> str:
+    """The same for a name in a file, or in JSON, where names have no prefix."""
+    fields = (ModelSettings if where[0] == "models" else AggregatorSettings).model_fields
+    close = difflib.get_close_matches(str(where[-1]), fields, n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
 def _one_line(error: ValidationError) -> str:
-    """Each fault as `name: what`, on one line."""
+    """Each fault as `name: what`, on one line. Of a list whose items are wrong only they count."""
+    found = error.errors(include_url=False)
+    inner = {fault["loc"][:end] for fault in found for end in range(1, len(fault["loc"]))}
     faults = []
-    for fault in error.errors(include_url=False):
+    for fault in found:
+        if fault["loc"] in inner:
+            continue
         name = ".".join(str(part) for part in fault["loc"])
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            message = f"unknown setting{_hint(name)}"
+            message = f"unknown setting{_hint_in_file(fault['loc'])}"
         faults.append(f"{name}: {message}" if name else message)
     return "; ".join(faults)
 

@@ -353,14 +353,25 @@ def _hint(
     return f", did you mean {prefix}{close[0].upper()}?" if close else ""
 
 
+def _hint_in_file(where: tuple[int | str, ...]) -> str:
+    """The same for a name in a file, or in JSON, where names have no prefix."""
+    fields = (SimulatedSettings if len(where) > 1 else ModelServerSettings).model_fields
+    close = difflib.get_close_matches(str(where[-1]), fields, n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
 def _one_line(error: ValidationError) -> str:
-    """Each fault as `name: what`, on one line."""
+    """Each fault as `name: what`, on one line. Of a list whose items are wrong only they count."""
+    found = error.errors(include_url=False)
+    inner = {fault["loc"][:end] for fault in found for end in range(1, len(fault["loc"]))}
     faults = []
-    for fault in error.errors(include_url=False):
+    for fault in found:
+        if fault["loc"] in inner:
+            continue
         name = ".".join(str(part) for part in fault["loc"])
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            message = f"unknown setting{_hint(name)}"
+            message = f"unknown setting{_hint_in_file(fault['loc'])}"
         faults.append(f"{name}: {message}" if name else message)
     return "; ".join(faults)
 

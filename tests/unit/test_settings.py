@@ -106,8 +106,32 @@ def test_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message
 def test_unknown_names_in_the_file_are_refused(tmp_path: Path) -> None:
     config = tmp_path / "aggregator.toml"
     config.write_text("ttl = 5\n")
-    with pytest.raises(SettingsError, match="ttl: unknown setting, did you mean"):
+    with pytest.raises(SettingsError, match=r"ttl: unknown setting, did you mean ttl_ms\?$"):
         load_settings(config)
+    config.write_text('[models.minilm]\nservers = ["a:1"]\nrevison = "1"\n')
+    with pytest.raises(SettingsError, match=r"revison: unknown setting, did you mean revision\?$"):
+        load_settings(config)
+
+
+def test_a_model_may_be_its_servers_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("AGGREGATOR_MODELS")
+    config = tmp_path / "aggregator.toml"
+    config.write_text('[models]\nminilm = "a:1,b:2"\n')
+    assert load_settings(config).models["minilm"].servers == ("a:1", "b:2")
+    config.write_text('[models]\nminilm = ["a:1"]\n')
+    assert load_settings(config).models["minilm"].servers == ("a:1",)
+    config.write_text("[models]\nminilm = 50051\n")
+    with pytest.raises(SettingsError, match=r"^models\.minilm: neither .HOST:PORT.* nor a table"):
+        load_settings(config)
+
+
+def test_of_a_list_with_a_wrong_item_only_the_item_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AGGREGATOR_MODELS", "minilm=localhost")
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+    assert str(caught.value) == "models.minilm.servers.0: 'localhost' is not HOST:PORT"
 
 
 def test_models_are_required_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
