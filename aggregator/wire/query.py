@@ -249,7 +249,7 @@ def _read_json(query: Query, value: bytes | None, options: DecodeOptions, *, kno
     try:
         document = orjson.loads(value)
     except orjson.JSONDecodeError as error:
-        raise _undecodable(str(error)) from None
+        raise _undecodable(_not_json(query, error)) from None
     if type(document) is not dict:
         raise _undecodable("the value is not a JSON object")
     get = document.get
@@ -268,6 +268,16 @@ def _read_json(query: Query, value: bytes | None, options: DecodeOptions, *, kno
     size = 0 if text is None else len(text) if text.isascii() else len(text.encode())
     _set_text(query, text, size, options)
     return _read_json_options(query, document, options)
+
+
+def _not_json(query: Query, error: orjson.JSONDecodeError) -> str:
+    """Why, and where no content type was given, that it was taken for JSON."""
+    if any(value and name.lower() == CONTENT_TYPE for name, value in query.headers):
+        return str(error)
+    return (
+        "read as JSON, since there is no content-type header (Protobuf needs one: "
+        f"{PROTOBUF.decode()}): {error}"
+    )
 
 
 def _read_json_options(query: Query, document: dict[str, object], options: DecodeOptions) -> int:
@@ -334,7 +344,7 @@ def _set_text(query: Query, text: str | None, size: int, options: DecodeOptions)
 def _word(name: str, value: object, words: Mapping[str, int]) -> int:
     number = words.get(value) if type(value) is str else None
     if number is None:
-        known = ", ".join(words)
+        known = ", ".join(word for word in words if word != "unspecified")
         raise _invalid(name, f"{name} must be one of: {known}")
     return number
 

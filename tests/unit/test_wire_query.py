@@ -329,6 +329,26 @@ def test_json_words_are_exact(field: str, value: str) -> None:
     assert_invalid(from_json(**{field: value}), field)
 
 
+def test_the_words_there_are_leave_out_the_one_for_none() -> None:
+    failure = refusal(from_json(encoding="float64"))
+    assert failure.message == "encoding must be one of: float32, float16, int8, ubinary"
+
+
+@pytest.mark.parametrize("headers", [None, [], [("content-type", b"")], [("other", b"x")]])
+def test_protobuf_without_its_content_type_is_told_so(headers: HeaderList | None) -> None:
+    query = decoded(Message(text="hello").SerializeToString(), headers)
+    assert_undecodable(query)
+    message = refusal(query).message
+    assert message.startswith("read as JSON, since there is no content-type header")
+    assert "application/protobuf" in message
+    assert "unexpected character" in message
+
+
+def test_what_says_that_it_is_json_is_not_taken_for_protobuf() -> None:
+    message = refusal(decoded(b"{", [("Content-Type", b"application/json")])).message
+    assert "content-type" not in message
+
+
 def test_duplicate_json_keys_take_the_last() -> None:
     assert decoded(b'{"text":"a","text":"b"}').text == "b"
     assert_invalid(decoded(b'{"text":"a","text":null}'), "text")
