@@ -26,7 +26,7 @@ from model_server.server.driver import Driver, DriverOptions
 from model_server.server.service import SERVICE_NAME, EmbeddingService
 from model_server.server.startup import StartOptions, start_engine
 from model_server.settings import MESSAGE_BYTES_MAX
-from model_server.telemetry.http import ListenError, TelemetryServer
+from model_server.telemetry.http import ListenError, TelemetryServer, why_not
 from model_server.telemetry.metrics import Metrics
 from protos.embedding.v1 import embedding_service_pb2_grpc as pb_grpc
 
@@ -132,10 +132,8 @@ class ModelServer:
         try:
             self.port = self._server.add_insecure_port(settings.grpc_listen)
         except RuntimeError as error:
-            raise ServeError(
-                f"grpc_listen {settings.grpc_listen}: the address can't be listened on; "
-                "is another server using the port?"
-            ) from error
+            why = await _why_not_bound(settings.grpc_listen)
+            raise ServeError(f"grpc_listen {settings.grpc_listen}: {why}") from error
         try:
             if settings.metrics_listen:
                 self.metrics_port = await self._telemetry.listen(settings.metrics_listen)
@@ -219,6 +217,17 @@ def _finder(
         cache_dir=cache_dir,
     )
     return TargetFinder(options, log)
+
+
+async def _why_not_bound(address: str) -> str:
+    """What gRPC does not tell: the system's word for why an address can't be listened on."""
+    host, _, port = address.rpartition(":")
+    try:
+        server = await asyncio.start_server(lambda _reader, _writer: None, host.strip("[]"), port)
+    except OSError as error:
+        return why_not(error)
+    server.close()
+    return "gRPC can't listen there"
 
 
 async def serve_until_ended(

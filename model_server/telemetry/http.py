@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -25,6 +27,13 @@ _NONSENSE = (asyncio.IncompleteReadError, asyncio.LimitOverrunError)
 
 class ListenError(Exception):
     """The address can't be listened on; the message is one line."""
+
+
+def why_not(error: OSError) -> str:
+    """The system's words for it: asyncio's own repeat the address."""
+    if isinstance(error, socket.gaierror) or not error.errno:
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 class TelemetryServer:
@@ -49,7 +58,7 @@ class TelemetryServer:
                 self._serve, host.strip("[]"), int(port), limit=HEADER_BYTES_MAX
             )
         except OSError as error:
-            raise ListenError(f"metrics_listen {address}: {error.strerror or error}") from error
+            raise ListenError(f"metrics_listen {address}: {why_not(error)}") from error
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 

@@ -293,12 +293,22 @@ async def test_metrics_and_probes(server: Running, stream: Stream) -> None:
     assert (line["inputs"], line["tokens"], line["kind"]) == (2, 6, "normal")
 
 
+def at(setting: str, address: str) -> dict[str, Any]:
+    return {setting: address}
+
+
 async def test_a_port_in_use_is_one_clear_error(server: Running) -> None:
-    with pytest.raises(ServeError, match=r"another server using the port"):
-        async with serving(grpc_listen=server.address):
-            pass
-    with pytest.raises(ServeError, match=r"metrics_listen .*in use"):
-        async with serving(metrics_listen=f"127.0.0.1:{server.server.metrics_port}"):
+    metrics = f"127.0.0.1:{server.server.metrics_port}"
+    for setting, taken in (("grpc_listen", server.address), ("metrics_listen", metrics)):
+        with pytest.raises(ServeError, match=f"^{setting} {taken}: Address already in use$"):
+            async with serving(**at(setting, taken)):
+                pass
+
+
+@pytest.mark.parametrize("setting", ["grpc_listen", "metrics_listen"])
+async def test_a_host_that_is_not_there_is_one_clear_error(setting: str) -> None:
+    with pytest.raises(ServeError, match=f"^{setting} nowhere.invalid:0: [^:]+$"):
+        async with serving(**at(setting, "nowhere.invalid:0")):
             pass
 
 
