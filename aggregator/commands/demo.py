@@ -37,7 +37,24 @@ from aggregator.commands.own_command import own_command
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+STANDARD_OUTPUT = Path("-")
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+def _writable(
+    _context: click.Context, _parameter: click.Parameter, file: Path | None
+) -> Path | None:
+    """Find out now what would else be found out after the whole run."""
+    if file is None or file == STANDARD_OUTPUT:
+        return file
+    new = not file.exists()
+    try:
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise click.BadParameter(f"{file} can't be written: {error.strerror}") from error
+    return file
 
 
 @click.command(
@@ -52,7 +69,7 @@ Examples:
     "--queries",
     "queries_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Your own queries, one a line, instead of the demo's.",
+    help="Your own queries, one a line or id TAB text, instead of the demo's.",
 )
 @click.option(
     "--size",
@@ -81,8 +98,9 @@ Examples:
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Write the figures there.",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path),
+    callback=_writable,
+    help="Write the figures there; -: to standard output, and all else to standard error.",
 )
 def demo(
     *,
@@ -99,7 +117,7 @@ def demo(
 
     Needs no Docker, Java or GPU. Exits with 1 unless every query got exactly one vector.
     """
-    steps = Steps(Console(highlight=False))
+    steps = Steps(Console(highlight=False, stderr=json_file == STANDARD_OUTPUT))
     try:
         with _signals_as_interrupts():
             texts = _texts(queries_file, size)
@@ -188,7 +206,9 @@ def _run(
             stack = running.enter_context(Stack(options, steps.say))
         figures = measure(stack, texts, seconds, steps)
         steps.console.print(screen(figures))
-        if json_file is not None:
+        if json_file == STANDARD_OUTPUT:
+            click.echo(figures.as_json())
+        elif json_file is not None:
             json_file.write_text(figures.as_json() + "\n", "utf-8")
         if keep:
             _keep(stack, options.model_name, steps)

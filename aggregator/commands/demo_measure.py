@@ -28,10 +28,11 @@ from aggregator.commands.demo_analysis import (
     read_passes,
 )
 from aggregator.commands.demo_load import Load, Phase, percentile, poisson_times
-from aggregator.commands.demo_report import Engine, Figures, Latency
+from aggregator.commands.demo_report import SIMULATED, Engine, Figures, Latency
 from aggregator.commands.demo_stack import Stack, StackError
 from aggregator.commands.demo_steps import Steps
 from aggregator.commands.exchange import Exchange
+from aggregator.commands.wording import counted
 from protos.embedding.v1 import embedding_service_pb2, embedding_service_pb2_grpc
 
 ONE_BY_ONE_QUERIES = 300
@@ -114,7 +115,11 @@ def measure(stack: Stack, texts: Sequence[str], seconds: float, steps: Steps) ->
         one_by_one_queries_per_second=len(sample) / alone.seconds,
         one_by_one_latency=_latency(sorted(alone.latencies_ms)),
         cosine_min=min(cosines),
-        neighbourhoods=neighbourhoods(texts, result.vectors, NEIGHBOURHOODS),
+        neighbourhoods=(
+            []
+            if info.engine == SIMULATED
+            else neighbourhoods(texts, result.vectors, NEIGHBOURHOODS)
+        ),
     )
 
 
@@ -133,7 +138,9 @@ def _load(stack: Stack, texts: Sequence[str], seconds: float, steps: Steps) -> _
             times = poisson_times(count, pace, seed=_SEED)
             paced = load.paced(everything[:count], times, _watched(advance, stack))
         starts = len(stack.aggregator_log()), len(stack.server_log())
-        with steps.bar(f"{len(texts):,} queries as fast as they go", len(texts)) as advance:
+        with steps.bar(
+            f"{counted(len(texts), 'query', 'queries')} as fast as they go", len(texts)
+        ) as advance:
             flood = load.flood(everything, _watched(advance, stack))
         load.late(LATE_S)
         return _Measured(

@@ -17,6 +17,10 @@ from rich.text import Text
 from aggregator.commands.wording import counted
 
 WIDTH_MAX = 100
+SIMULATED = "simulated"
+"""The engine whose vectors are made from hashes of the texts."""
+COMPARED_QUERIES_MIN = 50
+"""Fewer are over before the claims and passes of a flood have begun to fill."""
 FRACTION_BELOW = 10
 """Means from here on are shown as whole numbers."""
 
@@ -126,7 +130,7 @@ def screen(figures: Figures) -> RenderableType:
     """The figures for people: about 25 lines of 80 columns."""
     engine = figures.engine
     title = f"{engine.model} on {engine.name}, {engine.device}, {engine.precision}"
-    body = Group(_numbers(figures), Text(), *_neighbours(figures.neighbourhoods))
+    body = Group(_numbers(figures), Text(), *_neighbours(figures))
     return Panel(body, title=title, title_align="left", padding=(0, 1), width=WIDTH_MAX)
 
 
@@ -145,8 +149,7 @@ def _numbers(figures: Figures) -> Table:
     row(
         "One by one",
         f"{figures.one_by_one_queries_per_second:,.0f} queries/s",
-        f"[bold green]batched is {figures.gain:.1f} times as fast[/bold green]; "
-        f"p50 {alone.p50_ms:,.1f} ms",
+        f"{_comparison(figures)}; p50 {alone.p50_ms:,.1f} ms",
     )
     row(
         "Latency",
@@ -165,18 +168,26 @@ def _numbers(figures: Figures) -> Table:
     return table
 
 
+def _comparison(figures: Figures) -> str:
+    if figures.flood_queries < COMPARED_QUERIES_MIN:
+        return f"to compare takes {COMPARED_QUERIES_MIN} queries or more"
+    return f"[bold green]batched is {figures.gain:.1f} times as fast[/bold green]"
+
+
 def _passes(figures: Figures) -> str:
     """Means, and what the passes were to hold."""
     least, most = figures.batch_tokens_target_min, figures.batch_tokens_target_max
     target = f"{least}" if least == most else f"{least} to {most}"
     queries = figures.pass_queries_mean
     mean = f"{queries:.1f}" if queries < FRACTION_BELOW else f"{queries:,.0f}"
-    return f"{figures.pass_tokens_mean:,.0f} tokens, {mean} queries; target {target}"
+    noun = "query" if queries == 1 else "queries"
+    return f"{figures.pass_tokens_mean:,.0f} tokens, {mean} {noun}; target {target}"
 
 
 def _records(delivery: Delivery) -> tuple[str, str]:
     if delivery.exact:
-        return f"{delivery.sent:,}", "queries, each with exactly one result"
+        noun = "query, with" if delivery.sent == 1 else "queries, each with"
+        return f"{delivery.sent:,}", f"{noun} exactly one result"
     faults = (
         f"{counted(delivery.results_error, 'error')}, {delivery.missing:,} without a result, "
         f"{delivery.duplicates:,} doubled"
@@ -184,9 +195,13 @@ def _records(delivery: Delivery) -> tuple[str, str]:
     return f"[red]{delivery.results_ok:,} of {delivery.sent:,}[/red]", f"[red]{faults}[/red]"
 
 
-def _neighbours(neighbourhoods: Sequence[Neighbourhood]) -> list[RenderableType]:
+def _neighbours(figures: Figures) -> list[RenderableType]:
+    if figures.engine.name.partition(" ")[0] == SIMULATED:
+        return [Text("No nearest texts: the simulated engine's vectors have no meaning.")]
+    if not figures.neighbourhoods:
+        return [Text("No nearest texts: all queries have the same text.")]
     lines: list[RenderableType] = []
-    for neighbourhood in neighbourhoods:
+    for neighbourhood in figures.neighbourhoods:
         lines.append(_line(("Nearest to ", "bold"), neighbourhood.text))
         lines += [
             _line((f"  {near.cosine:.2f}  ", "cyan"), near.text) for near in neighbourhood.nearest

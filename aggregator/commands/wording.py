@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 error`, `2 errors`, `1,000 errors`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def counted(count: int, noun: str, several: str | None = None) -> str:
+    """`1 error`, `2 errors`, `1,000 errors`; `several` where the plural is another."""
+    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
 
 
 def shown(text: str) -> str:

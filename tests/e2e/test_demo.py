@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def test_every_query_gets_one_result_and_nothing_is_left_behind(tmp_path: Path) 
     assert "keeps about 5 MB a partition" in steps[0]
     assert steps[-1] == "stopping"
     assert "queries, each with exactly one result" in output
-    assert output.count("Nearest to") == 3
+    assert "Nearest to" not in output
+    assert "No nearest texts: the simulated engine's vectors have no meaning" in output
 
     figures = json.loads(figures_file.read_text())
     delivery = figures["delivery"]
@@ -49,6 +51,34 @@ def test_every_query_gets_one_result_and_nothing_is_left_behind(tmp_path: Path) 
     assert figures["cosine_min"] >= 0.9999
     assert figures["estimate_error_after_ratio"] > 0
     assert figures["estimate_error_before_ratio"] > 0
+
+
+@pytest.mark.mock_broker
+def test_figures_on_standard_output_are_all_there_is_on_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "aggregator", "demo", *QUICK, "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["flood_queries"] == 200
+    assert "exactly one result" in done.stderr
+
+
+def test_figures_that_cannot_be_written_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    missing = tmp_path / "nope" / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "aggregator", "demo", *QUICK, "--json", str(missing)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert f"{missing} can't be written: No such file or directory" in done.stderr
 
 
 @pytest.mark.mock_broker
@@ -184,7 +214,7 @@ def test_with_a_kafka_that_is_there_it_keeps_to_topics_of_its_own(
 def test_a_broker_that_is_not_there_is_one_clear_line() -> None:
     with DemoProcess(*QUICK, "--broker", "127.0.0.1:1") as demo:
         assert demo.ended() == 1
-        assert "Error: creating the topics at 127.0.0.1:1 failed: topic" in demo.output
+        assert "Error: no Kafka broker answers at 127.0.0.1:1\n" in demo.output
         assert demo.processes() == []
 
 
@@ -193,5 +223,6 @@ def test_queries_that_cant_be_read_are_refused_at_once(tmp_path: Path) -> None:
     empty.write_text("\n")
     with DemoProcess("--queries", str(empty)) as demo:
         assert demo.ended() == 1
-        assert demo.output == f"Error: {empty} holds no queries: one a line is expected\n"
+        expected = "one a line is expected, or id TAB text"
+        assert demo.output == f"Error: {empty} holds no queries: {expected}\n"
         assert list(demo.folder.iterdir()) == []

@@ -126,6 +126,29 @@ def test_means_below_ten_have_a_decimal_and_a_target_that_moved_its_range() -> N
     assert "243 tokens, 8.3 queries; target 91 to 164" in drawn(moved, 80)
 
 
+def test_few_queries_are_not_compared() -> None:
+    few = replace(FIGURES, flood_queries=49)
+    assert "153 queries/s  to compare takes 50 queries or more; p50 6.5 ms" in drawn(few, 80)
+    assert "times as fast" not in drawn(few, 80)
+    assert "times as fast" in drawn(replace(FIGURES, flood_queries=50), 80)
+
+
+def test_one_query_is_one() -> None:
+    delivery = Delivery(sent=1, results_ok=1, results_error=0, missing=0, duplicates=0)
+    text = drawn(replace(FIGURES, delivery=delivery, pass_queries_mean=1.0), 80)
+    assert "1  query, with exactly one result" in text
+    assert "243 tokens, 1.0 query; target" in text
+
+
+def test_where_there_is_nothing_near_the_screen_says_why() -> None:
+    nothing = replace(FIGURES, neighbourhoods=[])
+    assert "No nearest texts: all queries have the same text." in drawn(nothing, 80)
+    engine = replace(FIGURES.engine, name="simulated 1.0")
+    text = drawn(replace(FIGURES, engine=engine), 80)
+    assert "the simulated engine's vectors have no meaning" in text
+    assert "Nearest to" not in text
+
+
 def test_the_screen_says_what_is_wrong_with_delivery() -> None:
     delivery = Delivery(sent=10, results_ok=7, results_error=1, missing=2, duplicates=1)
     text = drawn(replace(FIGURES, delivery=delivery), 100)
