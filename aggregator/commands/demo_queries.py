@@ -42,16 +42,20 @@ def demo_queries(count: int = QUERIES_COUNT, *, seed: int = _SEED) -> list[str]:
 
 
 def read_queries(path: Path) -> list[str]:
-    """Read one query a line (UTF-8), leaving out blank lines.
+    """Read one query a line (UTF-8), or `id TAB text`, leaving out blank lines.
 
     Raises:
         ValueError: there is none, or the file is not UTF-8.
         OSError: the file can't be read.
     """
-    texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+    texts = [line.rpartition("\t")[2].strip() for line in lines]
     texts = [text for text in texts if text]
     if not texts:
-        raise ValueError(f"{path} holds no queries: one a line is expected")
+        raise ValueError(f"{path} holds no queries: one a line is expected, or id TAB text")
     return texts
 
 

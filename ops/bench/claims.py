@@ -15,6 +15,7 @@ import argparse
 import heapq
 import itertools
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from aggregator.core.effects import Dispatch
 from aggregator.core.events import ClaimAnswered, ServerChanged, ServerLimits, ServerPhase
 from aggregator.core.packing import PackLimits, Room
 from aggregator.core.query import Answer, Query, VectorGroup
-from ops.bench.common import percentile, read_queries, report, show
+from ops.bench.common import BenchError, percentile, read_texts, report, show
 
 MS: Final = 1_000_000
 PASS_NS: Final = 15 * MS
@@ -242,7 +243,7 @@ def summary(target: int, figures: Figures) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main() -> int:
     """Measure, print a table and the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -254,7 +255,11 @@ def main() -> None:
     parser.add_argument("--order", choices=("file", "shuffled"), default="file")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    texts = read_texts(args.queries)
+    try:
+        texts = read_texts(args.queries) if args.queries else demo_queries()
+    except BenchError as error:
+        print(error, file=sys.stderr)
+        return 1
     counted = count_texts(texts, args.tokenizer)
     rows = []
     for target in args.target or [600, 256, 128]:
@@ -276,15 +281,8 @@ def main() -> None:
             "targets": rows,
         }
     )
-
-
-def read_texts(path: Path | None) -> list[str]:
-    """Every text of the file once, or of the demo."""
-    if path is None:
-        return [str(query) for query in demo_queries()]
-    lines = sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    return read_queries(path, lines)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

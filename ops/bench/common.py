@@ -168,15 +168,34 @@ def metric(url: str, name: str, labels: str = "") -> float:
 
 
 def read_queries(path: Path | None, count: int) -> list[str]:
-    """`count` texts, repeated as needed: from `id TAB text` or plain lines, else the demo's own."""
+    """`count` texts, repeated as needed: from `id TAB text` or plain lines, else the demo's own.
+
+    Raises:
+        BenchError: the file can't be read, or holds none.
+    """
     if path is None:
         from aggregator.commands.demo_queries import demo_queries  # noqa: PLC0415
 
         texts = [str(query) for query in demo_queries()]
     else:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts = [line.rpartition("\t")[2] for line in lines if line.strip()]
+        texts = read_texts(path)
     return [texts[i % len(texts)] for i in range(count)]
+
+
+def read_texts(path: Path) -> list[str]:
+    """Every text of a file once.
+
+    Raises:
+        BenchError: it can't be read, or holds none.
+    """
+    from aggregator.commands import demo_queries  # noqa: PLC0415
+
+    try:
+        return demo_queries.read_queries(path)
+    except OSError as error:
+        raise BenchError(f"queries {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise BenchError(str(error)) from error
 
 
 def percentile(values: Sequence[float], q: float) -> float:

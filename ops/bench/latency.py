@@ -55,10 +55,12 @@ def read_arrivals(path: Path | None, count: int, rate_per_s: float) -> list[floa
 
     From the column `arrival_s` of a trace, else from a seeded process with the same kind of bursts:
     a Poisson process whose rate itself is redrawn every second.
+
+    Raises:
+        BenchError: the trace can't be read, or is too short.
     """
     if path is not None:
-        with path.open(encoding="utf-8") as lines:
-            times = [float(row["arrival_s"]) for row in csv.DictReader(lines)][: count + 1]
+        times = _trace(path)[: count + 1]
         if len(times) <= count:
             raise BenchError(f"{path} has fewer than {count + 1} arrivals")
     else:
@@ -69,6 +71,16 @@ def read_arrivals(path: Path | None, count: int, rate_per_s: float) -> list[floa
             times.append(now)
     scale = count / rate_per_s / (times[count] - times[0])
     return [(moment - times[0]) * scale for moment in times[:count]]
+
+
+def _trace(path: Path) -> list[float]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return [float(row["arrival_s"]) for row in csv.DictReader(lines)]
+    except OSError as error:
+        raise BenchError(f"arrivals {path}: {error.strerror or error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise BenchError(f"arrivals {path}: a column arrival_s of numbers is expected") from error
 
 
 class Receiver(threading.Thread):

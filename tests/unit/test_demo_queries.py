@@ -71,6 +71,11 @@ def test_a_file_of_queries_is_read_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "queries.txt"
     file.write_bytes(b"first\n\n  zweite Zeile \r\n")
     assert read_queries(file) == ["first", "zweite Zeile"]
+    file.write_bytes(b"q1\tfirst\nq2\t\nq\t3\tthird\n")
+    assert read_queries(file) == ["first", "third"]
+    file.write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match=f"^{file} is not UTF-8: .* at byte 3$"):
+        read_queries(file)
     file.write_bytes(b"\n \n")
     with pytest.raises(ValueError, match="holds no queries"):
         read_queries(file)
