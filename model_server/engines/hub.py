@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 # Weights in the one format that the engines read, and all small files; nothing that is code.
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "tokenizer*")
+_MODEL_FILES = ("modules.json", "config.json")
+"""One of them is in every model's folder."""
 
 
 class HubError(Exception):
@@ -20,12 +22,17 @@ def model_folder(settings: ModelServerSettings) -> Path | None:
     """The folder of the model that the settings name; None for an engine without a model.
 
     Raises:
-        HubError: it can't be had.
+        HubError: it can't be had, or there is no model in it.
     """
     if settings.model is None or settings.engine == "simulated":
         return None
     folder = Path(settings.model)
     if folder.is_dir():
+        if not any((folder / name).is_file() for name in _MODEL_FILES):
+            raise HubError(
+                f"model {settings.model}: there is no model in this folder, neither "
+                f"{' nor '.join(_MODEL_FILES)}"
+            )
         return folder
     if folder.is_absolute() or settings.model.startswith(".") or settings.model.count("/") > 1:
         raise HubError(f"model {settings.model}: no such folder")

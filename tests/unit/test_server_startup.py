@@ -113,8 +113,16 @@ def settings(**given: Any) -> Any:
     return load_settings(options={"engine": "torch", **given}, environment={})
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["modules.json", "config.json"])
+def test_a_folder_is_taken_as_it_is(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
     assert model_folder(settings(model=str(tmp_path))) == tmp_path
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").touch()
+    with pytest.raises(HubError, match="there is no model in this folder"):
+        model_folder(settings(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./none", "a/b/c"])
