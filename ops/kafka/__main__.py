@@ -19,7 +19,12 @@ def parse_arguments() -> argparse.Namespace:
         epilog="Example: python -m ops.kafka --port 9092 --fresh",
     )
     parser.add_argument("--port", type=int, default=9092, help="0: a free one (default 9092)")
-    parser.add_argument("--data-dir", type=Path, default=CACHE_DIR / "node")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        default=CACHE_DIR / "node",
+        help="where topics and records are kept (default %(default)s); one for each node that runs",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget topics and records first")
     return parser.parse_args()
 

@@ -247,7 +247,7 @@ class KafkaNode:
             lock.close()
             raise KafkaUnavailableError(
                 f"a node that runs uses the data in {self.data_dir}: stop it, or choose another "
-                "folder and port"
+                'folder and port (make kafka ARGS="--port N --data-dir D")'
             ) from None
         self._lock = lock
 
@@ -261,7 +261,7 @@ class KafkaNode:
                 except OSError as error:
                     raise KafkaUnavailableError(
                         f"127.0.0.1:{port} can't be had ({error.strerror}): stop what listens "
-                        "there already, or choose another port"
+                        'there already, or choose another port (make kafka ARGS="--port N")'
                     ) from error
 
     def _forget(self, pid: int) -> None:
