@@ -277,9 +277,10 @@ class _Conversation:
 
     def _own_line(self, number: int, status: str, message: str) -> str:
         if self._as_json:
-            fields = {"line": number, "error": {"code": status, "message": message}}
+            line = {"line": number} if self._numbered else {}
+            fields = line | {"error": {"code": status, "message": message}}
             return json.dumps(fields, ensure_ascii=False)
-        return f"line {number}  {status}  {message}"
+        return f"line {number}  {status}  {message}" if self._numbered else f"{status}  {message}"
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -202,6 +202,14 @@ def test_errors_missing_results_and_bad_lines_fail_the_command(
     assert done.stderr.splitlines()[-1] == ("4 sent, 1 OK, 2 errors, 1 without a result in 3 s")
 
 
+def test_a_text_alone_is_no_line(servers: str, stand_in: StandIn) -> None:
+    done = run(servers, "--timeout", "1", "swallow")
+    assert done.exit_code == 1
+    assert done.stdout == "MISSING  no result within 1 s: is an aggregator running?\n"
+    done = run(servers, "--timeout", "1", "--json", "swallow")
+    assert list(json.loads(done.stdout)) == ["error"]
+
+
 def test_a_result_without_our_headers_is_known_by_its_id(servers: str, stand_in: StandIn) -> None:
     done = run(servers, "bare", "--id", "plain")
     assert (done.exit_code, done.stdout.split()[0]) == (0, "plain"), done.output
