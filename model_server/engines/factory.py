@@ -53,7 +53,7 @@ def create_engine(
     except ImportError as error:
         raise EngineUnavailableError(
             f"engine {settings.engine} needs the extra 'torch' "
-            f"(pip install '.[torch]' where the project is checked out): {error}"
+            f"(`make env` where the project is checked out): {error}"
         ) from error
     options = TorchOptions(
         model_path=model_folder,
@@ -78,8 +78,8 @@ def _separate(engine: str, options: ChildOptions) -> Engine:
         return load_vllm(options)
     except ImportError as error:
         raise EngineUnavailableError(
-            f"engine {engine} needs the extra {engine!r} (pip install '.[{engine}]' where the "
-            f"project is checked out): {error}"
+            f"engine {engine} needs the extra {engine!r} (`make env-{engine}` where the project is "
+            f"checked out, for a machine without a GPU): {error}"
         ) from error
 
 

@@ -30,7 +30,7 @@ def check_plots() -> None:
         import matplotlib.figure  # noqa: F401, PLC0415 - an extra
     except ImportError as error:
         raise PlotsUnavailableError(
-            "plots need the extra 'plots' (pip install '.[plots]' where the project is checked "
+            "plots need matplotlib, the extra 'plots' (`make env` where the project is checked "
             f"out): {error}"
         ) from error
 

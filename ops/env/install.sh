@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make one of this checkout's virtual environments, or bring it up to date.
 #
-#   install.sh run                what runs here: both packages, the torch engine, the demo model
+#   install.sh run                what runs here: both packages, the torch engine, plots, the demo model
 #   install.sh dev                the same environment with what tests and lint need
 #   install.sh transformers-5.19  .venv-transformers-5.19: dev, with the transformers SGLang pins
 #   install.sh sglang             .venv-sglang: dev, with SGLang as it runs without a GPU
@@ -20,7 +20,7 @@ compile=--compile-bytecode
 more=
 engine=
 case $kind in
-    run) extras=aggregator,torch ;;
+    run) extras=aggregator,torch,plots ;;
     dev) extras=aggregator,torch,plots,dev ;;
     transformers-5.19)
         extras=aggregator,torch,plots,dev
@@ -57,17 +57,18 @@ has_torch() {
 }
 
 # Measured by ops/env/measure.sh on Linux with CUDA wheels (3.24 GB, 5.9 GB). The other two follow from
-# that run's parts: PyTorch's CPU wheel is taken as 0.2 GB, Apple silicon's wheels were summed.
+# that run's parts: PyTorch's CPU wheel is taken as 0.2 GB, Apple silicon's wheels were summed. What
+# plots need was added later: 0.02 GB, 0.1 GB.
 announce() {
     has_torch && return 0
     if [ -n "$engine" ]; then
         echo "Installs $engine into $environment: 7 GB on disk with PyTorch's CUDA wheels." # by du
     elif [ "$(uname -s)" = Darwin ]; then
-        echo "Installs into $environment: about 0.3 GB to download, 1.1 GB on disk."
+        echo "Installs into $environment: about 0.3 GB to download, 1.2 GB on disk."
     elif [ "${UV_TORCH_BACKEND:-}" = cpu ]; then
-        echo "Installs into $environment with PyTorch's CPU wheels: about 0.5 GB to download, 1.4 GB on disk."
+        echo "Installs into $environment with PyTorch's CPU wheels: about 0.5 GB to download, 1.5 GB on disk."
     else
-        echo "Installs into $environment: about 3.2 GB to download, 5.9 GB on disk (PyTorch with CUDA)."
+        echo "Installs into $environment: about 3.3 GB to download, 6.0 GB on disk (PyTorch with CUDA)."
         echo "Without a GPU, or on a narrow line: UV_TORCH_BACKEND=cpu make ${MAKECMDGOALS:-demo}"
     fi
     echo "What uv's cache already holds is linked from there, not downloaded again."
