@@ -102,5 +102,8 @@ def main() -> None:
 
 
 def _end(number: int, _frame: object) -> NoReturn:
-    """Nothing has been started: for `run` that is the orderly end."""
-    sys.exit(0 if sys.argv[1:2] == ["run"] else 128 + number)
+    """Nothing has been started: for `run` that is the orderly end.
+
+    At once, since an exception may come up inside an import, which makes another one of it.
+    """
+    os._exit(0 if sys.argv[1:2] == ["run"] else 128 + number)

@@ -240,6 +240,8 @@ class _Admin:
         except KafkaException as error:
             if error.args[0].code() in _NOT_TOLD:
                 return None
+            if error.args[0].code() in _NO_ANSWER:
+                raise TopicsError(f"no Kafka broker answers at {self._address}") from error
             raise TopicsError(
                 f"the configuration of topic {name!r} was not told: {_why(error)}"
             ) from error

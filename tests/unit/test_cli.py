@@ -7,17 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from aggregator.cli import COMMANDS, group
-from aggregator.cli import _end as aggregator_end
-from model_server.cli import _end as model_server_end
 
 MODELS = {"AGGREGATOR_MODELS": "minilm=localhost:50051"}
 
@@ -139,22 +135,33 @@ def test_an_option_that_can_not_be_is_refused(arguments: list[str], message: str
     assert message in result.stderr
 
 
+_SIGNALLED_IN_AN_IMPORT = """
+import os, signal, sys
+from {package}.cli import _end
+signal.signal(signal.SIGTERM, _end)
+sys.argv = ["program", "{command}"]
+class Descriptor:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+class Imported:
+    described = Descriptor()
+"""
+
+
 @pytest.mark.parametrize(
-    ("end", "command", "status"),
+    ("package", "command", "status"),
     [
-        (aggregator_end, "run", 0),
-        (aggregator_end, "send", 128 + signal.SIGTERM),
-        (model_server_end, "serve", 0),
-        (model_server_end, "embed", 128 + signal.SIGTERM),
+        ("aggregator", "run", 0),
+        ("aggregator", "send", 128 + signal.SIGTERM),
+        ("model_server", "serve", 0),
+        ("model_server", "embed", 128 + signal.SIGTERM),
     ],
 )
 def test_a_signal_before_anything_is_started_ends_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-    end: Callable[[int, object], NoReturn],
-    command: str,
-    status: int,
+    package: str, command: str, status: int
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["program", command])
-    with pytest.raises(SystemExit) as ended:
-        end(signal.SIGTERM, None)
-    assert ended.value.code == status
+    script = _SIGNALLED_IN_AN_IMPORT.format(package=package, command=command)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
