@@ -209,6 +209,22 @@ def _cache_dir(settings: ModelServerSettings, log: Logger) -> Path | None:
     return folder
 
 
+def _writable(
+    _context: click.Context, _parameter: click.Parameter, file: Path | None
+) -> Path | None:
+    """Find out now what would else be found out after minutes of measuring."""
+    if file is None:
+        return file
+    new = not file.exists()
+    try:
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise click.BadParameter(f"{file} can't be written: {error.strerror}") from error
+    return file
+
+
 @main.command(epilog=EXAMPLES_PROFILE)
 @click.option("--model", help="A model's folder, or its id on the hub.")
 @click.option("--revision", "model_revision", help="Commit, tag or branch on the hub.")
@@ -254,7 +270,11 @@ def _cache_dir(settings: ModelServerSettings, log: Logger) -> Path | None:
     help="What the machine can do, for MFU; default: measured by a matrix product.",
 )
 @click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write it all."
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_writable,
+    help="Write it all.",
 )
 @click.option(
     "--plots",

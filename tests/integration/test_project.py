@@ -261,6 +261,19 @@ def test_documents_name_what_exists(page: Path) -> None:
     assert set(commands) - targets == set()
 
 
+def test_messages_name_targets_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", makefile, re.MULTILINE))
+    named = set()
+    for folder in ("aggregator", "model_server", "ops"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            named |= set(re.findall(r"`make ([a-z][a-z0-9-]*(?:\{engine\})?)", text))
+    assert {"env", "env-{engine}", "demo"} <= named
+    named.remove("env-{engine}")
+    assert named | {"env-sglang", "env-vllm"} <= targets
+
+
 @pytest.mark.parametrize(
     "page", sorted((ROOT / "ops" / "adr").glob("*.md")), ids=lambda page: page.stem
 )

@@ -504,3 +504,15 @@ def test_what_can_not_be_profiled_is_one_line(arguments: list[str], message: str
     assert result.exit_code != 0
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_profile_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
+    missing = tmp_path / "nope" / "profile.json"
+    done = run("--model", "/nope", "--json", str(missing))
+    assert done.exit_code == 2
+    assert f"{missing} can't be written: No such file or directory" in done.output
+    there = tmp_path / "profile.json"
+    done = run("--model", "/nope", "--json", str(there))
+    assert done.exit_code == 1
+    assert "no such folder" in done.output
+    assert not there.exists()
