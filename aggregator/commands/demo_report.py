@@ -170,7 +170,7 @@ def _numbers(figures: Figures) -> Table:
 
 def _comparison(figures: Figures) -> str:
     if figures.flood_queries < COMPARED_QUERIES_MIN:
-        return f"to compare takes {COMPARED_QUERIES_MIN} queries or more"
+        return f"fewer than {COMPARED_QUERIES_MIN} are not compared"
     return f"[bold green]batched is {figures.gain:.1f} times as fast[/bold green]"
 
 
@@ -199,7 +199,7 @@ def _neighbours(figures: Figures) -> list[RenderableType]:
     if figures.engine.name.partition(" ")[0] == SIMULATED:
         return [Text("No nearest texts: the simulated engine's vectors have no meaning.")]
     if not figures.neighbourhoods:
-        return [Text("No nearest texts: all queries have the same text.")]
+        return [Text("No nearest texts: there is only one text.")]
     lines: list[RenderableType] = []
     for neighbourhood in figures.neighbourhoods:
         lines.append(_line(("Nearest to ", "bold"), neighbourhood.text))

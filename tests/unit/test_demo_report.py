@@ -128,7 +128,7 @@ def test_means_below_ten_have_a_decimal_and_a_target_that_moved_its_range() -> N
 
 def test_few_queries_are_not_compared() -> None:
     few = replace(FIGURES, flood_queries=49)
-    assert "153 queries/s  to compare takes 50 queries or more; p50 6.5 ms" in drawn(few, 80)
+    assert "153 queries/s  fewer than 50 are not compared; p50 6.5 ms" in drawn(few, 80)
     assert "times as fast" not in drawn(few, 80)
     assert "times as fast" in drawn(replace(FIGURES, flood_queries=50), 80)
 
@@ -142,7 +142,7 @@ def test_one_query_is_one() -> None:
 
 def test_where_there_is_nothing_near_the_screen_says_why() -> None:
     nothing = replace(FIGURES, neighbourhoods=[])
-    assert "No nearest texts: all queries have the same text." in drawn(nothing, 80)
+    assert "No nearest texts: there is only one text." in drawn(nothing, 80)
     engine = replace(FIGURES.engine, name="simulated 1.0")
     text = drawn(replace(FIGURES, engine=engine), 80)
     assert "the simulated engine's vectors have no meaning" in text
