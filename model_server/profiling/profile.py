@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from pydantic import TypeAdapter, ValidationError
-
 from model_server.core.curve import Fit
 from model_server.core.saturation import (
     Measured,
@@ -83,7 +81,6 @@ class Profile:
         ]
 
 
-_PROFILE: Final = TypeAdapter(Profile)
 _HELD_AGAINST: Final = ("texts", "pass_flops", "peak_flops", "peak_source", "flops_unknown")
 
 
@@ -129,6 +126,9 @@ def from_json(text: str) -> Profile:
     Raises:
         ProfileError: it is not that.
     """
+    # Here, since machines that only measure may not have it.
+    from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415
+
     try:
         kept = json.loads(text)
         if not isinstance(kept, dict) or kept.get("format") != _FORMAT:
@@ -137,11 +137,13 @@ def from_json(text: str) -> Profile:
         if measured is None:
             raise ProfileError("it holds no whole curve")
         names = ("model", "key", "options", *_HELD_AGAINST)
-        profile = _PROFILE.validate_python(
+        profile = TypeAdapter(Profile).validate_python(
             {name: kept[name] for name in names} | {"measured": measured}
         )
     except ValidationError as error:
-        raise ProfileError(f"not a profile: {_first(error)}") from error
+        fault = error.errors(include_url=False)[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise ProfileError(f"not a profile: {where}: {fault['msg']}") from error
     except KeyError as error:
         raise ProfileError(f"not a profile: {error} is missing") from error
     except (ValueError, RecursionError) as error:
@@ -150,12 +152,6 @@ def from_json(text: str) -> Profile:
     if len(profile.texts) != sizes or len(profile.pass_flops or profile.texts) != sizes:
         raise ProfileError("its columns are of different lengths")
     return profile
-
-
-def _first(error: ValidationError) -> str:
-    """The first fault, in one line."""
-    fault = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
 
 
 def formula(fit: Fit) -> str:

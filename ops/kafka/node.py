@@ -31,6 +31,8 @@ CACHE_DIR = HERE.parents[1] / ".cache" / "kafka"
 READY_LINE = "Kafka Server started"
 JVM_OPTIONS = ("-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 """A quick start counts for more than peak throughput here."""
+PORTS_FREE_S = 10.0
+"""How long what was killed may take to give its ports back."""
 LOCK_NAME = "owner.lock"
 LOOK_S = 0.05
 """How late the node's end, or a wish to stop, may be noticed."""
@@ -159,8 +161,8 @@ class KafkaNode:
         classpath = f"{jars}/*"
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._claim_data()
-        kill_leftovers(self.options.cache_dir, self.data_dir)
-        self._check_ports()
+        killed = kill_leftovers(self.options.cache_dir, self.data_dir)
+        self._check_ports(PORTS_FREE_S if killed else 0.0)
         if self._fresh:
             self._fresh = False
             shutil.rmtree(self.data_dir / "data", ignore_errors=True)
@@ -251,18 +253,17 @@ class KafkaNode:
             ) from None
         self._lock = lock
 
-    def _check_ports(self) -> None:
+    def _check_ports(self, wait_s: float) -> None:
+        """Raise if one can't be had; what was killed needs a moment to give its ports back."""
+        deadline = time.monotonic() + wait_s
         for port in (self.port, self.controller_port):
-            with socket.socket() as probe:
-                # As the node will: connections that are still closing are in nobody's way.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(("127.0.0.1", port))
-                except OSError as error:
+            while (error := _taken(port)) is not None:
+                if time.monotonic() >= deadline:
                     raise KafkaUnavailableError(
                         f"127.0.0.1:{port} can't be had ({error.strerror}): stop what listens "
                         'there already, or choose another port (make kafka ARGS="--port N")'
                     ) from error
+                time.sleep(0.05)
 
     def _forget(self, pid: int) -> None:
         self._process = None
@@ -351,6 +352,18 @@ def kill_leftovers(cache_dir: Path, data_dir: Path | None = None) -> list[int]:
             shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
     return killed
+
+
+def _taken(port: int) -> OSError | None:
+    """Why a node can't listen there; None: it can."""
+    with socket.socket() as probe:
+        # As the node will: connections that are still closing are in nobody's way.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error
+    return None
 
 
 def _publish(folder: Path, target: Path) -> None:

@@ -178,13 +178,16 @@ def test_the_target_of_a_fitted_curve(
     sizes = range(low, high + 1)
     if slack is not None and fit.flat_ms is not None:
         longest = (1 + slack) * fit.flat_ms
-        wanted = max((t for t in sizes if fit.pass_ms(t) <= longest), default=low)
+        either = [max((t for t in sizes if fit.pass_ms(t) <= longest), default=low)]
     else:
         best = max(t / fit.pass_ms(t) for t in sizes)
-        wanted = min(t for t in sizes if t / fit.pass_ms(t) >= 0.9 * best)
+        # Nine tenths on the dot are enough or not, by rounding.
+        shares = (0.9 * (1 - 1e-9) * best, 0.9 * (1 + 1e-9) * best)
+        either = [min(t for t in sizes if t / fit.pass_ms(t) >= share) for share in shares]
     allowed = max((t for t in sizes if fit.pass_ms(t) <= pass_ms_max), default=low)
-    assert target.tokens == min(wanted, allowed)
-    assert (target.rule is TargetRule.LIMIT) == (allowed < wanted)
+    assert (target.tokens, target.rule is TargetRule.LIMIT) in [
+        (min(wanted, allowed), allowed < wanted) for wanted in either
+    ]
 
 
 @given(shapes(), st.floats(0.1, 10))
