@@ -34,7 +34,10 @@ RANDOM = random.Random(5)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Only those asked for; then they must be there."""
+    """Only those asked for; then they must be there.
+
+    Each needs an environment of its own: `make test-sglang` (in CI) and `make test-vllm` ask.
+    """
     asked = [name for name in metafunc.config.getoption("engine") if name in SEPARATE_ENGINES]
     if not asked:
         pytest.skip("needs --engine sglang or vllm (make test-sglang)", allow_module_level=True)

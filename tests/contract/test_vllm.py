@@ -19,7 +19,10 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Only where vLLM is asked for; then it must be there."""
+    """Only where vLLM is asked for; then it must be there.
+
+    On demand (`make test-vllm`), in CI neither: an environment of 5 GB for the second such engine.
+    """
     if "vllm" not in metafunc.config.getoption("engine"):
         pytest.skip("needs --engine vllm (make test-vllm)", allow_module_level=True)
 

@@ -38,7 +38,11 @@ HELD_INPUTS = 60
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Only where SGLang is asked for; then it must be there."""
+    """Only where SGLang is asked for; then it must be there.
+
+    Its pins exclude those of the other tests' environment: `make test-sglang`, in CI a step of its
+    own, asks for it.
+    """
     if "sglang" not in metafunc.config.getoption("engine"):
         pytest.skip("needs --engine sglang (make test-sglang)", allow_module_level=True)
 
