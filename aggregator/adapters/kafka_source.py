@@ -10,6 +10,10 @@ for as long as the first keeps polling. Invariants:
 - Assignments are numbered (epochs). A commit of another epoch than a partition's current one is
   dropped, since the broker would accept it. Each commit id is answered exactly once.
 - A revoke returns only after `Release`, or its deadline; a loss is announced and returns at once.
+- A partition is read from where the group stopped, as this thread was told; until it is told, the
+  partition is held: assigned and paused. The client is never left to ask by itself: once a
+  coordinator that has moved refuses, it neither asks again nor completes another rebalance
+  (librdkafka #5586, seen with 2.16).
 
 Must not know what records hold, nor decide anything: branching and policy live in the core.
 """
@@ -25,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from confluent_kafka import (
+    OFFSET_BEGINNING,
     Consumer,
     KafkaError,
     KafkaException,
@@ -52,14 +57,15 @@ POLL_MS = 20
 """How long a command may have to wait for an idle poll."""
 LAG_EVERY_S = 1.0
 """How old `KafkaSource.lag` may be while polls go on."""
-_COMMITTED_TIMEOUT_S = 5.0
-"""For where the group stopped, once records of there have come."""
+HELD_SILENTLY_S = 5.0
+"""An open transaction that ends, or brokers that come back, are nothing to complain of."""
 _COMMITTED_SOON_S = 0.5
 _COMMITTED_LOOK_S = 0.1
-_COMMITTED_EVERY_S = 1.0
-"""Before that it is asked for right after the assignment, then every so often. While an open
-transaction of somebody else holds these offsets, nobody is told: waiting for that kept a member
-from sending the offsets of its own transaction, until that was aborted and the member fenced.
+_COMMITTED_EVERY_S = 0.5
+"""Where the group stopped is asked for right after the assignment, then every so often. While an
+open transaction of somebody else holds these offsets, nobody is told: waiting for that kept a
+member from sending the offsets of its own transaction, until that was aborted and the member
+fenced.
 """
 
 _HOPELESS = frozenset(
@@ -188,10 +194,13 @@ class KafkaSource:
         self._epochs: dict[TopicPartition, int] = {}
         self._partitions: list[KafkaPartition] = []
         self._positions: dict[TopicPartition, int] = {}
-        self._unknown: set[TopicPartition] = set()
+        self._held: set[TopicPartition] = set()
         """Partitions of which it is not yet known where the group stopped."""
+        self._paused: set[TopicPartition] = set()
+        """By command."""
         self._ask_again_s = 0.0
-        self._ask_error = ""
+        self._complain_s = 0.0
+        self._complained = False
         self._lag_due_s = 0.0
         self._revoke_id = 0
         self._released = False
@@ -221,7 +230,7 @@ class KafkaSource:
         self._commands.put(request)
 
     def pause(self, partitions: Sequence[TopicPartition]) -> None:
-        """Stop fetching those of them that are still ours. A rebalance forgets it."""
+        """Stop fetching those of them that are still ours. An assignment forgets it."""
         self._commands.put(Pause(partitions=partitions))
 
     def resume(self, partitions: Sequence[TopicPartition]) -> None:
@@ -295,10 +304,11 @@ class KafkaSource:
                 else:
                     command.carry_out(self._consumer.consumer_group_metadata())
             case Pause():
+                self._paused |= self._epochs.keys() & set(command.partitions)
                 self._consumer.pause(self._owned(command.partitions))
             case Resume():
-                if not self._stopped:
-                    self._consumer.resume(self._owned(command.partitions))
+                self._paused.difference_update(command.partitions)
+                self._resume(command.partitions)
             case Release():
                 # A late one, of a revoke that gave up at its deadline, releases nothing.
                 self._released |= command.revoke_id == self._revoke_id
@@ -307,6 +317,12 @@ class KafkaSource:
                 self._consumer.pause(self._partitions)
             case _Close():
                 self._closing = True
+
+    def _resume(self, partitions: Iterable[TopicPartition]) -> None:
+        """Fetch those for whose pause there is no reason."""
+        if not self._stopped:
+            free = [tp for tp in partitions if tp not in self._paused | self._held]
+            self._consumer.resume(self._owned(free))
 
     def _owned(self, partitions: Iterable[TopicPartition]) -> list[KafkaPartition]:
         return [KafkaPartition(*tp) for tp in partitions if tp in self._epochs]
@@ -327,8 +343,8 @@ class KafkaSource:
         if self._stopped:
             # What still comes is not admitted: no position covers it, and the next owner reads it.
             return
-        if self._unknown and time.monotonic() >= self._ask_again_s:
-            self._ask_committed(_COMMITTED_LOOK_S)
+        if self._held and time.monotonic() >= self._ask_again_s:
+            self._start_held()
         positions = self._moved_positions(messages)
         self._note_lag()
         if messages or positions:
@@ -353,9 +369,6 @@ class KafkaSource:
             if partition.offset < 0:
                 continue
             tp = (partition.topic, partition.partition)
-            if tp in self._unknown:
-                self._ask_committed(_COMMITTED_TIMEOUT_S)
-                self._give_up_unknown()
             expected = self._positions.get(tp, -1)
             if partition.offset == expected:
                 continue
@@ -404,35 +417,69 @@ class KafkaSource:
         tps = _tuples(partitions)
         self._epoch += 1
         self._set_epochs({**self._epochs, **dict.fromkeys(tps, self._epoch)})
-        self._unknown.update(tps)
-        self._ask_committed(_COMMITTED_SOON_S)
+        self._held.update(tps)
+        self._complain_s = time.monotonic() + HELD_SILENTLY_S
+        self._complained = False
+        starts, _ = self._ask_committed(tps, _COMMITTED_SOON_S)
         # Here, since what is not assigned yet can't be paused, as the core may want it to be before
         # anything is read.
-        self._consumer.incremental_assign(partitions)
+        self._consumer.incremental_assign([starts.get(tp, KafkaPartition(*tp, 0)) for tp in tps])
+        self._consumer.pause(self._owned(self._held))
+        # The client remembers a pause from when the partition was ours before.
+        self._resume(tps)
         self._out = True
         self._listener.on_event(PartitionsAssigned(epoch=self._epoch, partitions=tps))
         self._serve_commands()
         if self._stopped:
             self._consumer.pause(partitions)
 
-    def _ask_committed(self, timeout_s: float) -> None:
-        """Learn where this group stopped, to notice what was deleted since, and for the lag."""
+    def _start_held(self) -> None:
+        """Read what is held, if we are told now from where."""
+        starts, error = self._ask_committed(self._held, _COMMITTED_LOOK_S)
+        if error is not None:
+            self._complain_of_holding(error)
+        for tp, start in starts.items():
+            try:
+                self._consumer.seek(start)
+            except KafkaException:  # not started yet: an earlier assignment of it is still ending
+                self._held.add(tp)
+        self._resume(starts)
+
+    def _complain_of_holding(self, error: KafkaError) -> None:
+        """Once an assignment, unless there is no hope."""
+        fatal = error.code() in _HOPELESS
+        if fatal or (not self._complained and time.monotonic() >= self._complain_s):
+            self._complained = True
+            message = f"not told where the group stopped, {len(self._held)} partitions wait: "
+            self._listener.on_fault(message + error.str(), fatal=fatal)
+
+    def _ask_committed(
+        self, tps: Iterable[TopicPartition], timeout_s: float
+    ) -> tuple[dict[TopicPartition, KafkaPartition], KafkaError | None]:
+        """Ask where the group stopped; what is told is held no more, and watched for deletions.
+
+        Returns where to start, and why that of the others is not told.
+        """
         self._ask_again_s = time.monotonic() + _COMMITTED_EVERY_S
-        asked = [KafkaPartition(*tp) for tp in self._unknown]
+        asked = [KafkaPartition(*tp) for tp in tps]
         try:
             committed = self._consumer.committed(asked, timeout=timeout_s)
-        except KafkaException as error:
-            self._ask_error = str(error)
-            return
-        self._positions |= {(p.topic, p.partition): p.offset for p in committed if p.offset >= 0}
-        self._unknown.clear()
-
-    def _give_up_unknown(self) -> None:
-        """Records have come of what is still unknown: from now on it doesn't matter."""
-        if self._unknown:
-            self._unknown.clear()
-            message = "committed offsets are unknown, deleted records may go unnoticed: "
-            self._listener.on_fault(message + self._ask_error, fatal=False)
+        except KafkaException as exception:
+            return {}, exception.args[0]
+        starts = {}
+        error = None
+        for partition in committed:
+            tp = (partition.topic, partition.partition)
+            if partition.error is not None:
+                error = partition.error
+                continue
+            if partition.offset >= 0:
+                self._positions[tp] = partition.offset
+            else:
+                partition.offset = OFFSET_BEGINNING
+            starts[tp] = partition
+        self._held -= starts.keys()
+        return starts, error
 
     def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
         tps = [tp for tp in _tuples(partitions) if tp in self._epochs]
@@ -476,7 +523,9 @@ class KafkaSource:
             for tp, position in self._positions.items()
             if epochs.get(tp) == self._epochs.get(tp)
         }
-        self._unknown &= epochs.keys()
+        ours = {tp for tp, epoch in epochs.items() if epoch == self._epochs.get(tp)}
+        self._held &= ours
+        self._paused &= ours
         self._epochs = epochs
         self._partitions = [KafkaPartition(*tp) for tp in epochs]
 

@@ -281,7 +281,7 @@ class BrokerWorld(World):
         mock: MockBroker | None = None,
     ) -> None:
         self._address: Any = {"bootstrap.servers": bootstrap_servers}
-        self._mock = mock
+        self.mock = mock
         self._closers: list[Callable[[], object]] = []
         self.real = mock is None
         overrides: dict[str, str | int | float | bool] = {}
@@ -298,8 +298,8 @@ class BrokerWorld(World):
 
     def topic(self, partitions: int = 1, **config: str) -> str:
         name = unique_name("topic")
-        if self._mock is not None:
-            self._mock.create_topic(name, partitions)
+        if self.mock is not None:
+            self.mock.create_topic(name, partitions)
             return name
         dotted = {key.replace("_", "."): value for key, value in config.items()}
         admin = AdminClient(self._address)

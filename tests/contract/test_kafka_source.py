@@ -13,6 +13,7 @@ import pytest
 from aggregator.adapters import kafka_source
 from aggregator.adapters.kafka_offsets import OffsetsRequest
 from aggregator.adapters.kafka_source import KafkaSource, RawBatch
+from aggregator.adapters.mock_broker import MockBroker
 from aggregator.core.effects import Commit, CommitOffset
 from aggregator.core.events import (
     CommitDone,
@@ -36,6 +37,10 @@ from tests.contract.kafka_world import (
     make_world,
     offset_of,
 )
+
+OFFSET_FETCH_API = 9
+NOT_COORDINATOR = 16
+GROUP_AUTHORIZATION_FAILED = 30
 
 
 @pytest.fixture(params=EVERYWHERE)
@@ -345,6 +350,28 @@ def test_paused_partition_stays_paused_through_a_rebalance_when_paused_again(wor
     assert told.offsets(kept) == list(range(8))
 
 
+def test_a_pause_ends_with_the_assignment(world: World) -> None:
+    """The client would remember it: what comes back later would stand."""
+    topic = world.topic(partitions=2)
+    for partition in range(2):
+        world.write(topic, records(4), partition=partition)
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 8)
+    source.pause([(topic, 0), (topic, 1)])
+    second, told_second = join_second(world, topic, told)
+    (revoking,) = told.of(PartitionsRevoking)
+    (tp,) = revoking.partitions
+    first_epoch = told.epochs[tp]
+    source.release(revoking.revoke_id)
+    told_second.wait(lambda: tp in told_second.epochs)
+    told_second.take_at_once = True
+    release_all(second, told_second)
+    assert second.close(60)
+    told.wait(lambda: told.epochs[tp] != first_epoch)
+    told.wait(lambda: len(told.offsets(tp)) == 8)
+    assert told.offsets(tp) == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
 def test_paused_consumer_stays_in_the_group(world: World) -> None:
     """A window may be full for longer than `max.poll.interval.ms`: polls go on."""
     topic = world.topic()
@@ -388,6 +415,15 @@ def test_positions_pass_over_what_is_no_record(true_world: World) -> None:
     assert told.losses == []
 
 
+@pytest.fixture
+def mock_world() -> Iterator[BrokerWorld]:
+    """The mock cluster, which errors can be pushed into."""
+    with MockBroker() as mock:
+        world = BrokerWorld(mock.bootstrap_servers, "classic", mock)
+        yield world
+        world.close()
+
+
 @pytest.fixture(params=CLIENTS)
 def broker_world(request: pytest.FixtureRequest) -> Iterator[World]:
     """Each world in which the client library runs."""
@@ -424,6 +460,46 @@ def test_lag_is_told_by_position(broker_world: World, monkeypatch: pytest.Monkey
     told.wait(lambda: told.positions[topic, 1] == 11)
     told.wait(lambda: source.lag == (0, 0))
     source.close(60)
+
+
+def test_a_coordinator_that_refuses_holds_nothing_up(
+    mock_world: BrokerWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked by the client itself, its refusal would leave the partitions standing for ever."""
+    monkeypatch.setattr(kafka_source, "HELD_SILENTLY_S", 0.0)
+    world = mock_world
+    topic = world.topic(partitions=2)
+    for partition in range(2):
+        world.write(topic, records(6), partition=partition)
+    source, told = world.source(topic)
+    told.wait(lambda: len(told.records) == 12)
+    source.commit(commit_of(told, 1, {(topic, 1): 2}))
+    told.wait(lambda: told.answer(1))
+    assert source.close(60)
+
+    assert world.mock is not None
+    world.mock.push_errors(OFFSET_FETCH_API, [NOT_COORDINATOR] * 20)
+    source, told = world.source(topic, take_assigned_at_once=False)
+    told.wait(lambda: told.of(PartitionsAssigned))
+    source.pause([(topic, 0)])  # held, as both are
+    source.resume([(topic, 1)])  # as before, however often
+    source.taken()
+    told.wait(lambda: len(told.records) == 4)
+    assert told.offsets((topic, 1)) == [2, 3, 4, 5]
+    told.wait(lambda: [fatal for message, fatal in told.faults if "wait: " in message] == [False])
+    source.resume([(topic, 0)])
+    told.wait(lambda: len(told.records) == 10)
+    assert told.offsets((topic, 0)) == list(range(6))
+
+
+def test_who_may_not_ask_where_the_group_stopped_is_told_to_end(mock_world: BrokerWorld) -> None:
+    topic = mock_world.topic()
+    mock_world.write(topic, records(1))
+    assert mock_world.mock is not None
+    mock_world.mock.push_errors(OFFSET_FETCH_API, [GROUP_AUTHORIZATION_FAILED] * 100)
+    _, told = mock_world.source(topic)
+    told.wait(lambda: any(fatal for _, fatal in told.faults))
+    assert told.records == []
 
 
 def test_records_deleted_before_the_group_came_back_are_counted(true_world: World) -> None:
