@@ -72,6 +72,9 @@ _FIXED = frozenset(
         "on_commit",
         "logger",
         "test.mock.num.brokers",
+        # A client that has lost its brokers is noticed by these.
+        "statistics.interval.ms",
+        "stats_cb",
     }
 )
 
@@ -171,6 +174,9 @@ def consumer_config(options: KafkaOptions) -> Config:
         "queued.max.messages.kbytes": (PREFETCH_BYTES_MAX - _FETCH_BYTES_MAX) // 1024,
         "queued.min.messages": 20_000,
         "fetch.max.bytes": _FETCH_BYTES_MAX,
+        # How long records of an added partition lie unseen: at the default of five minutes they
+        # outlive their time to live there.
+        "topic.metadata.refresh.interval.ms": 10_000,
         **_common(options),
         **_overrides(options, leave_out=_PRODUCER_KEYS),
         "group.id": options.group_id,

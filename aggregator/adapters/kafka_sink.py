@@ -27,6 +27,7 @@ from aggregator.adapters.kafka_config import (
     alone_config,
     producer_config,
 )
+from aggregator.adapters.kafka_watch import ConnectionWatch
 from aggregator.core.events import WriteFault
 from aggregator.wire.headers import Headers
 
@@ -98,9 +99,10 @@ class KafkaSink(Generic[Token]):
         )
         if logger is not None:
             config["logger"] = logger
+        self._kafka = options.kafka
         self._config = config
         self._listener = listener
-        self._main = _Channel(config, listener, WriteFault.RECORD)
+        self._main = _Channel(options.kafka, config, listener, WriteFault.RECORD)
         self._alone: _Channel[Token] | None = None
 
     @property
@@ -126,7 +128,7 @@ class KafkaSink(Generic[Token]):
             return
         if self._alone is None:
             config = alone_config(self._config)
-            self._alone = _Channel(config, self._listener, WriteFault.RECORD_ALONE)
+            self._alone = _Channel(self._kafka, config, self._listener, WriteFault.RECORD_ALONE)
         self._alone.produce(topic, key, value, headers, token)
 
     def flush(self, timeout_s: float) -> int:
@@ -148,12 +150,17 @@ class _Channel(Generic[Token]):
     """A producer and the thread that gathers its reports."""
 
     def __init__(
-        self, config: Config, listener: SinkListener[Token], fault_of_record: WriteFault
+        self,
+        kafka: KafkaOptions,
+        config: Config,
+        listener: SinkListener[Token],
+        fault_of_record: WriteFault,
     ) -> None:
         self._listener = listener
         self._fault_of_record = fault_of_record
+        watch = ConnectionWatch("producer", kafka, self._on_cut_off)
         try:
-            self._producer = Producer({**config, "error_cb": self._on_error})
+            self._producer = Producer({**config, **watch.config, "error_cb": self._on_error})
         except (KafkaException, TypeError, ValueError) as error:
             raise KafkaConfigError(f"the Kafka producer's configuration: {error}") from error
         self._overflow: deque[tuple[str, bytes | None, bytes | None, Headers, Token]] = deque()
@@ -280,6 +287,10 @@ class _Channel(Generic[Token]):
     def _on_error(self, error: KafkaError) -> None:
         """Called by the client inside poll: its connections, or the client itself, have trouble."""
         self._listener.on_fault(error.str(), fatal=error.fatal())
+
+    def _on_cut_off(self, message: str) -> None:
+        """Called by the client inside poll."""
+        self._listener.on_fault(message, fatal=True)
 
 
 def _text(topic: str, error: KafkaError) -> str:

@@ -42,6 +42,7 @@ from confluent_kafka import (
 from aggregator.adapters.kafka_commits import NOT_OURS, Commits
 from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, consumer_config
 from aggregator.adapters.kafka_offsets import OffsetsRequest
+from aggregator.adapters.kafka_watch import ConnectionWatch
 from aggregator.core.effects import Commit, Pause, Release, Resume, StopPolling
 from aggregator.core.events import (
     CommitDone,
@@ -181,6 +182,7 @@ class KafkaSource:
         self._commands: queue.SimpleQueue[SourceCommand | _Taken | _Close] = queue.SimpleQueue()
         config = consumer_config(options.kafka)
         config |= {"error_cb": self._on_error, "on_commit": self._on_commit}
+        config |= ConnectionWatch("consumer", options.kafka, self._on_cut_off).config
         if logger is not None:
             config["logger"] = logger
         try:
@@ -536,6 +538,10 @@ class KafkaSource:
     def _on_error(self, error: KafkaError) -> None:
         """Called by the client inside poll: its connections, or the client itself, have trouble."""
         self._listener.on_fault(error.str(), fatal=error.fatal())
+
+    def _on_cut_off(self, message: str) -> None:
+        """Called by the client inside poll."""
+        self._listener.on_fault(message, fatal=True)
 
 
 def _tuples(partitions: Iterable[KafkaPartition]) -> list[TopicPartition]:

@@ -28,6 +28,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, transactional_config
 from aggregator.adapters.kafka_offsets import LOOK_S, SLICE_S, OffsetSender, OffsetsRequest
 from aggregator.adapters.kafka_sink import OF_THE_RECORD
+from aggregator.adapters.kafka_watch import ConnectionWatch
 from aggregator.core.effects import CommitOffset
 from aggregator.core.events import CommitDone, CommitFailed, WriteFault
 from aggregator.wire.headers import Headers
@@ -148,7 +149,8 @@ class KafkaTransactions(Generic[Token]):
         if logger is not None:
             config["logger"] = logger
         try:
-            self._producer = Producer({**config, "error_cb": self._on_error})
+            watch = ConnectionWatch("producer of transactions", options.kafka, self._tell_fatal)
+            self._producer = Producer({**config, **watch.config, "error_cb": self._on_error})
         except (KafkaException, TypeError, ValueError) as error:
             raise KafkaConfigError(f"the Kafka producer's configuration: {error}") from error
         self._requests: queue.SimpleQueue[_Transaction[Token] | None] = queue.SimpleQueue()
@@ -364,6 +366,7 @@ class KafkaTransactions(Generic[Token]):
                     raise
             else:
                 return
+            self._producer.poll(0)
             answered = self._brokers_answer(transaction)
             time.sleep(ROUND_S)
             round_s = min(time.monotonic() - began_s, ROUND_S_MAX)

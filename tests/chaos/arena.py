@@ -2,8 +2,9 @@
 
 An `Arena` owns the broker and the model servers, which all groups share; a `Fleet` is one group
 with its topics, its members and its traffic. Invariants: leaving the arena ends every process that
-was started, frozen ones included; a process that ends by itself is a violation, unless its group is
-allowed that (`FleetOptions.may_end`). What to do to them and when is `acts`' business.
+was started, frozen ones included; a process that ends by itself is a violation, unless its client
+was cut off or its group is allowed that (`FleetOptions.may_end`). What to do to them and when is
+`acts`' business.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ SOON_BACK = (("broker.session.timeout.ms", "2000"), ("broker.heartbeat.interval.
 """Where there are no transactions: a killed broker is back sooner."""
 MARKERS_DROPPED = "likely deleted already and hence can be skipped"
 """In the broker's log: it did not end a transaction in some partitions."""
+CUT_OFF = "the brokers answer another client"
+"""What a process says that ends since a client of its has lost the brokers (`kafka_watch`)."""
 FENCED = ("fenced", "transaction")
 """What a process says that may not go on with its transactions."""
 STARTED_AT = time.monotonic()
@@ -159,6 +162,11 @@ class Member:
         return any(word in self.last_words for word in FENCED)
 
     @property
+    def was_cut_off(self) -> bool:
+        """Whether it ended because its client could not find the brokers again, as it must."""
+        return CUT_OFF in self.last_words
+
+    @property
     def found_no_broker(self) -> bool:
         """Whether it ended because no broker answered at its start, as it must."""
         return any("no Kafka broker answers" in str(line.get("text")) for line in self.lines)
@@ -189,6 +197,8 @@ class Fleet:
         self.accounts = Accounts(options.limits)
         self.violations: list[str] = []
         self.ended_by_themselves = 0
+        self.cut_off = 0
+        """Of them: their client did not find the brokers again after an outage."""
         self.evictions = 0
         """Deaths that nobody meant: partitions lost, or given up late, on a machine that stalls."""
         self._numbers = itertools.count(1)
@@ -270,7 +280,8 @@ class Fleet:
         status = member.process.terminate()
         # One that has said nothing yet had no handler.
         unborn = status == -signal.SIGTERM and not member.lines
-        if status != 0 and not (unborn or member.found_no_broker or self.options.may_end):
+        excused = unborn or member.found_no_broker or member.was_cut_off or self.options.may_end
+        if status != 0 and not excused:
             self.violate(f"{member.name} ended with status {status} at SIGTERM", member)
         self._look(member)
         member.end()
@@ -332,7 +343,8 @@ class Fleet:
                 self.ended_by_themselves += 1
                 why = f"{member.name} ended by itself: {member.last_words}"
                 say(self.name, why)
-                if not (self.options.may_end and member.was_fenced):
+                self.cut_off += member.was_cut_off
+                if not (member.was_cut_off or (self.options.may_end and member.was_fenced)):
                     self.violate(why, member)
                 self.note_death()
             member.end()
@@ -378,6 +390,7 @@ class Fleet:
             counts = self.accounts.counts()
         counts["evictions"] = self.evictions
         counts["ended_by_themselves"] = self.ended_by_themselves
+        counts["cut_off"] = self.cut_off
         counts["snapshots_failed"] = self.traffic.outages
         return counts
 

@@ -19,6 +19,7 @@ from aggregator.adapters.kafka_config import (
 )
 from aggregator.adapters.kafka_sink import KafkaSink, SinkOptions
 from aggregator.adapters.kafka_source import KafkaSource, SourceOptions
+from aggregator.settings import AggregatorSettings
 
 
 def options(overrides: dict[str, ConfigValue] | None = None, **more: Any) -> KafkaOptions:
@@ -49,6 +50,12 @@ def test_prefetch_is_bounded() -> None:
     assert isinstance(queued, int)
     assert isinstance(fetch, int)
     assert queued * 1024 + fetch <= PREFETCH_BYTES_MAX
+
+
+def test_an_added_partition_is_seen_before_its_records_expire() -> None:
+    refresh_ms = consumer_config(options())["topic.metadata.refresh.interval.ms"]
+    assert isinstance(refresh_ms, int)
+    assert refresh_ms * 2 < AggregatorSettings.model_fields["ttl_ms"].default
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""Clients that have lost their brokers for good, though these answer others.
+
+Owns: when a client is called cut off. A broker that has just been restarted may answer a question
+for metadata with topics and no brokers; librdkafka then forgets all of its own, the addresses that
+it was started with too, and connects to nothing any more (its issue 5301, since 2.12, open in
+2.16). Nothing that is called on such a client helps, so the process has to end and be started
+again. Must not know whose client it watches, nor what its end means.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from aggregator.adapters.kafka_config import Config, KafkaOptions, admin_config
+
+LOOK_EVERY_S = 5.0
+"""How often a client tells the states of its connections."""
+PATIENCE_S = 10.0
+"""For so long a client may go without a connection after its brokers have answered another. It
+tries again every two seconds at the latest."""
+_ANSWER_TIMEOUT_S = 5.0
+_LOG_CRITICAL = 2
+_OWN = frozenset({"logical", "internal"})
+"""Sources of what the client calls a broker and is none: the coordinator is one of the others."""
+
+
+class ConnectionWatch:
+    """Looks at one client's connections; when these are lost for good, says so once."""
+
+    def __init__(
+        self,
+        client: str,
+        options: KafkaOptions,
+        on_cut_off: Callable[[str], None],
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`client`: what to call it; `on_cut_off` is called where it calls back, inside poll."""
+        self._client = client
+        self._options = options
+        self._on_cut_off = on_cut_off
+        self._clock_s = clock_s
+        self._lost_at_s: float | None = None
+        """When the client was first seen without a connection."""
+        self._answered_at_s: float | None = None
+        """When the brokers answered another client after that."""
+        self._question: threading.Thread | None = None
+        self._told = False
+
+    @property
+    def config(self) -> Config:
+        """What the client has to be configured with; it must be polled."""
+        interval_ms = int(LOOK_EVERY_S * 1_000)
+        return {"statistics.interval.ms": interval_ms, "stats_cb": self.look}
+
+    def look(self, statistics: str) -> None:
+        """Take in the client's statistics (STATISTICS.md of librdkafka)."""
+        brokers = json.loads(statistics)["brokers"].values()
+        now_s = self._clock_s()
+        if any(b["state"] == "UP" and b["source"] not in _OWN for b in brokers):
+            self._lost_at_s = self._answered_at_s = None
+        elif self._lost_at_s is None:
+            self._lost_at_s = now_s
+        elif self._answered_at_s is None:
+            self._ask()
+        elif now_s - self._answered_at_s >= PATIENCE_S and not self._told:
+            self._told = True
+            self._on_cut_off(
+                f"the Kafka {self._client} has had no connection for {now_s - self._lost_at_s:.0f} "
+                "s, though the brokers answer another client: it does not recover from that by "
+                "itself (librdkafka #5301)"
+            )
+
+    def _ask(self) -> None:
+        """Ask the brokers with another client, on a thread: the answer may take long."""
+        if self._question is None or not self._question.is_alive():
+            self._question = threading.Thread(
+                target=self._wait_for_answer,
+                args=(self._lost_at_s,),
+                name="kafka-watch",
+                daemon=True,
+            )
+            self._question.start()
+
+    def _wait_for_answer(self, lost_at_s: float | None) -> None:
+        if brokers_answer(self._options) and self._lost_at_s == lost_at_s:
+            self._answered_at_s = self._clock_s()
+
+
+def brokers_answer(options: KafkaOptions) -> bool:
+    """Ask for metadata with a client of its own; return whether it named any broker."""
+    try:
+        config: dict[str, Any] = {**admin_config(options), "log_level": _LOG_CRITICAL}
+        metadata = AdminClient(config).list_topics(timeout=_ANSWER_TIMEOUT_S)
+    except KafkaException:
+        return False
+    return bool(metadata.brokers)
