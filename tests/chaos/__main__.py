@@ -15,10 +15,10 @@ import time
 from random import Random
 
 from tests.chaos.acts import ACTS, act, kill_broker
-from tests.chaos.arena import Arena, Fleet, FleetOptions, say
-from tests.chaos.fleets import DELIVERIES, fleets
+from tests.chaos.arena import Arena
+from tests.chaos.fleets import DELIVERIES, Fleet, FleetOptions, fleets
 from tests.chaos.mayhem import Mayhem
-from tests.chaos.report import finish
+from tests.chaos.report import finish, say
 from tests.chaos.traffic import ENDING, end_on_sigterm
 
 

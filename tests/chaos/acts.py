@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from tests.chaos.arena import MAX_POLL_MS, Arena, Fleet, Member, say
+from tests.chaos.arena import Arena
+from tests.chaos.fleets import MAX_POLL_MS, Fleet
+from tests.chaos.members import Member
+from tests.chaos.report import say
 from tests.harness.accounts import Period
 
 BURST = 1_500

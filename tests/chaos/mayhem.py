@@ -14,15 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
-from tests.chaos.arena import (
-    FREEZE_BROKER_S_MAX,
-    SESSION_MS,
-    STREAM_SILENCE_MS,
-    Arena,
-    Fleet,
-    Member,
-    say,
-)
+from tests.chaos.arena import FREEZE_BROKER_S_MAX, Arena
+from tests.chaos.fleets import SESSION_MS, STREAM_SILENCE_MS, Fleet
+from tests.chaos.members import Member
+from tests.chaos.report import say
 from tests.harness.accounts import Period
 
 PAUSE_S = (0.5, 4.0)

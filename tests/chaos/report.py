@@ -1,10 +1,18 @@
-"""The end of a run: violations for people, counts as one line of JSON."""
+"""What a run prints: what happens and when; violations for people, counts as one line of JSON."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+STARTED_AT = time.monotonic()
+
+
+def say(who: str, what: str) -> None:
+    """Print what happens, and when."""
+    print(f"{time.monotonic() - STARTED_AT:7.1f} s  {who:22} {what}", flush=True)
 
 
 def finish(what: str, violations: Sequence[str], figures: Mapping[str, Any]) -> bool:

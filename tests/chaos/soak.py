@@ -20,10 +20,10 @@ from random import Random
 from typing import Any
 
 from ops.bench.rss import RssWatch, Series
-from tests.chaos.arena import Arena, say
+from tests.chaos.arena import Arena
 from tests.chaos.fleets import DELIVERIES, fleets
 from tests.chaos.mayhem import Mayhem
-from tests.chaos.report import finish
+from tests.chaos.report import finish, say
 from tests.chaos.traffic import end_on_sigterm
 
 STRETCH_S = 60.0

@@ -15,7 +15,8 @@ import pytest
 
 from ops.kafka.node import KafkaUnavailableError
 from tests.chaos.acts import ACTS, act, kill_broker
-from tests.chaos.arena import Arena, FleetOptions
+from tests.chaos.arena import Arena
+from tests.chaos.fleets import FleetOptions
 from tests.conftest import unavailable
 
 pytestmark = [pytest.mark.kafka, pytest.mark.chaos]
