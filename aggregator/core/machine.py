@@ -333,9 +333,6 @@ class Aggregator:
         if event.partitions:
             # A pause meant for an earlier assignment may still be on its way to the consumer.
             self._effects.append(Resume(partitions=list(event.partitions)))
-        paused = [tp for tp, ledger in self._ledgers.items() if ledger.paused]
-        if paused:  # the client forgets pauses on an assignment
-            self._effects.append(Pause(partitions=paused))
 
     def _partitions_revoking(self, event: ev.PartitionsRevoking, now_ns: int) -> None:
         ledgers = [self._ledgers[tp] for tp in event.partitions if tp in self._ledgers]

@@ -1,9 +1,10 @@
 """The consumer as the adapters know it: what `confluent_kafka.Consumer` offers, in virtual time.
 
 Every call that blocks in the real one gives the world its turn. Rebalance callbacks and reports of
-commits are served inside `poll` and `consume` only, as measured on the real client; pauses and
-stored offsets are forgotten with an assignment; its requests reach the broker in their order. What
-goes wrong is drawn from the seed's doses.
+commits are served inside `poll` and `consume` only, as measured on the real client; stored offsets
+are forgotten with an assignment and pauses are not; a partition has no position before something of
+it is read; its requests reach the broker in their order. What goes wrong is drawn from the seed's
+doses.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from aggregator.core.query import TopicPartition
@@ -23,6 +24,7 @@ from tests.sim.kernel import MS, SECOND, Fiber, Owner
 
 INVALID_OFFSET = -1001
 _STOPPED_NOW = "SIGTERM as partitions come"
+_SLOW_START = 0.05
 IDLE_NS = SECOND
 """An idle poll lasts so long at once, where nothing that it would look at can have changed."""
 
@@ -73,6 +75,8 @@ class SimConsumer:
         self._max_poll_ns = int(config["max.poll.interval.ms"]) * MS
         self._callbacks: deque[_Callback] = deque()
         self._reports: deque[tuple[KafkaError | None, list[KafkaPartition]]] = deque()
+        self._next_at: dict[TopicPartition, int] = {}
+        """What is read next of the partitions whose reading has started."""
         self._positions: dict[TopicPartition, int] = {}
         self._stored: dict[TopicPartition, int] = {}
         self._committed: dict[TopicPartition, int] = {}
@@ -206,35 +210,41 @@ class SimConsumer:
             tp = (partition.topic, partition.partition)
             self.assignment.add(tp)
             self._epoch_of[tp] = self._assignments
-            self.paused.discard(tp)
-            self._start_fetching(tp)
+            self._start_reading(tp, partition.offset)
 
     def _unassign(self, tps: Sequence[TopicPartition]) -> None:
         for tp in tps:
             self.assignment.discard(tp)
-            self.paused.discard(tp)
-            for book in (self._positions, self._stored, self._committed, self._epoch_of):
+            books = (self._next_at, self._positions, self._stored, self._committed, self._epoch_of)
+            for book in books:
                 book.pop(tp, None)
 
-    def _start_fetching(self, tp: TopicPartition) -> None:
-        """Read from the committed offset on, as the broker has it when it is asked."""
-        epoch = self._epoch_of.get(tp)
+    def _start_reading(self, tp: TopicPartition, offset: int) -> None:
+        """Soon. Without an offset the client asks for it, and may never be told (its #5586)."""
+        epoch = self._epoch_of[tp]
 
         def start() -> None:
-            if self._epoch_of.get(tp) != epoch or epoch is None or self.closed:
-                return
-            if self._broker.transactions.pending(tp):
-                self._kernel.fire("reader of offsets waits for an open transaction")
-                self._kernel.after(50 * MS, self.owner, "fetch offset", start)
-                return
-            log = self._broker.logs[tp]
-            offset = max(self._broker.committed.get(tp, log.start), log.start)
-            self._positions[tp] = offset
-            self._broker.observer.taken_over(self, tp, offset)
-            self.poke()
+            if self._epoch_of.get(tp) == epoch and not self.closed:
+                self._read_from(tp, offset)
 
-        at_ns = self._broker.up_at_ns() + self._kernel.delay_ns(MS, 20 * MS)
-        self._kernel.at(at_ns, self.owner, "fetch offset", start)
+        if offset != INVALID_OFFSET:
+            # An earlier assignment of it may still be ending.
+            most_ns = 2 * SECOND if self._kernel.chance(_SLOW_START) else 20 * MS
+            self._kernel.after(self._kernel.delay_ns(MS // 100, most_ns), self.owner, "read", start)
+
+    def _read_from(self, tp: TopicPartition, offset: int) -> None:
+        start = self._broker.logs[tp].start
+        offset = start if offset == OFFSET_BEGINNING else max(offset, start)
+        self._next_at[tp] = offset
+        self._positions.pop(tp, None)
+        self.poke()
+
+    def seek(self, partition: KafkaPartition) -> None:
+        tp = (partition.topic, partition.partition)
+        if tp not in self._next_at:
+            self._kernel.fire("sought before reading has started")
+            raise error_of(KafkaError._STATE)
+        self._read_from(tp, partition.offset)
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -296,22 +306,22 @@ class SimConsumer:
         """The next record of any partition, a run of one at a time."""
         if self._kernel.now_ns < self._broker.down_until_ns or self.in_callback:
             return None
-        ready = [tp for tp in self._positions if tp not in self.paused]
+        ready = [tp for tp in self._next_at if tp not in self.paused]
         if len(ready) > 1:
             turn = self._kernel.rng.randrange(len(ready))
             ready = ready[turn:] + ready[:turn]
         for tp in ready:
-            log, position = self._broker.logs[tp], self._positions[tp]
-            if position >= log.end:
+            log, next_at = self._broker.logs[tp], self._next_at[tp]
+            if next_at >= log.end:
                 continue
-            if position < log.start:
-                self._positions[tp] = position = log.start
-            offset, message = log.next_from(position)
+            if tp not in self._positions:
+                self._broker.observer.taken_over(self, tp, next_at)
+            offset, message = log.next_from(max(next_at, log.start))
             if message is not None:
-                self._positions[tp] = offset + 1
+                self._next_at[tp] = self._positions[tp] = offset + 1
                 return message
             # Nothing but markers: the position moves past them without a record.
-            self._positions[tp] = log.end
+            self._next_at[tp] = self._positions[tp] = log.end
             self._kernel.fire("position moved without records")
         return None
 
@@ -333,13 +343,19 @@ class SimConsumer:
         return log.start, log.end
 
     def committed(self, partitions: list[KafkaPartition], timeout: float) -> list[KafkaPartition]:
-        kernel = self._kernel
+        kernel, timeout_ns = self._kernel, int(timeout * SECOND)
         if kernel.chance(self._doses.chance("committed offsets unknown")):
             kernel.fire("committed offsets unknown")
-            kernel.fiber().wait(int(timeout * SECOND / 10))
+            kernel.fiber().wait(timeout_ns // 10)
             raise error_of(KafkaError._TIMED_OUT)
         wait_ns = self._broker.up_at_ns() - kernel.now_ns + kernel.delay_ns(MS // 2, 5 * MS)
-        kernel.fiber().wait(min(wait_ns, int(timeout * SECOND)))
+        kernel.fiber().wait(min(wait_ns, timeout_ns))
+        held = any(self._broker.transactions.pending((p.topic, p.partition)) for p in partitions)
+        if held:
+            kernel.fire("reader of offsets waits for an open transaction")
+            kernel.fiber().wait(max(timeout_ns - wait_ns, 0))
+        if held or wait_ns > timeout_ns:
+            raise error_of(KafkaError._TIMED_OUT)
         return [
             KafkaPartition(
                 p.topic,

@@ -181,6 +181,10 @@ def _not_waited_for(source: kafka_source.KafkaSource, consumer: Any, partitions:
     source._out = False
 
 
+def _never_told(source: kafka_source.KafkaSource) -> None:
+    """Where the group stopped is asked for once only."""
+
+
 _ORIGINAL_ON_ASSIGN = kafka_source.KafkaSource._on_assign
 
 
@@ -215,7 +219,7 @@ _ORIGINAL_ASSIGNED = machine.Aggregator._partitions_assigned
 
 
 def _pause_forgotten(core: machine.Aggregator, event: ev.PartitionsAssigned, now_ns: int) -> None:
-    """What the client forgets on an assignment is not said again."""
+    """What is assigned while all are paused counts as paused and is not."""
     _ORIGINAL_ASSIGNED(core, event, now_ns)
     core._effects = [effect for effect in core._effects if not isinstance(effect, fx.Pause)]
     for ledger in core._ledgers.values():
@@ -498,6 +502,7 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
         _pause_forgotten,
     ),
     ("an assignment is not waited for", (5,), S, "_on_assign", _not_waited_for),
+    ("what is held stays held", (0,), S, "_start_held", _never_told),
     ("partitions are not resumed", (0,), A, "_pause_and_resume", _never_resume),
     ("bytes are given back twice", (5,), A, "_writes_durable", _bytes_given_back_twice),
     ("passes above the maximum", (5,), passes.Passes, "_waiting", _pass_over_target),
@@ -510,7 +515,7 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
     ("revisions are mixed", (7,), dispatch.Dispatcher, "_accepts", _any_revision),
     ("rows are counted among those kept", (7,), R, "_vectors", _mates_vector),
     ("a drain ends as a failure", (8,), A, "_halt", _fails_when_drained),
-    ("the drain has no deadline", (3, 8), A, "_stop_requested", _never_gives_up_draining),
+    ("the drain has no deadline", (0, 3, 8), A, "_stop_requested", _never_gives_up_draining),
     ("dead letters that fail are dropped (arroyo)", (0, 1, 2), D, "record_failed", _drop_letters),
     ("a batch's fault is believed of each record", (6,), D, "record_failed", _believe_batches),
     ("a transaction holds no prefix", (10, 1, 2), transactions, "_prefix", _no_prefix),
