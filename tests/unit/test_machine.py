@@ -195,12 +195,14 @@ class TestWindows:
         [resume] = of(bench.durable(queries[1:2]), fx.Resume)
         assert set(resume.partitions) == {TP, OTHER}
 
-    def test_pauses_are_repeated_after_a_rebalance(self) -> None:
+    def test_an_assignment_leaves_the_pauses_of_others(self) -> None:
         bench = Bench(window_records_max=2)
         bench.assign(TP)
         bench.poll(make_query(0, failure=TEXT_MISSING), make_query(1, failure=TEXT_MISSING))
-        [again] = of(bench.assign(OTHER, epoch=2), fx.Pause)
-        assert list(again.partitions) == [TP]
+        effects = bench.assign(OTHER, epoch=2)
+        [resume] = of(effects, fx.Resume)
+        assert list(resume.partitions) == [OTHER]
+        assert not of(effects, fx.Pause)
 
 
 class TestRebalances:
