@@ -33,6 +33,8 @@ class _Entry:
     stream: ServerStream
     task: asyncio.Task[None]
     missed: int = 0
+    closer: asyncio.Task[None] | None = None
+    """Once it is gone: waits until nothing is unanswered there."""
 
 
 @dataclass(slots=True)
@@ -163,8 +165,10 @@ class ModelServers:
                 self._open(group, address, authority)
         for address, entry in list(self._entries.items()):
             if address in authorities:
-                if entry.missed >= GONE_AFTER:
+                if entry.closer is not None:
                     self._log.info("address is back", model=self.model, server=address)
+                    entry.closer.cancel()
+                    entry.closer = None
                     entry.stream.reinstate()
                 entry.missed = 0
                 continue
@@ -172,7 +176,7 @@ class ModelServers:
             if entry.missed == GONE_AFTER:
                 self._log.info("address is gone", model=self.model, server=address)
                 entry.stream.retire()
-                group.create_task(self._close_when_drained(address, entry))
+                entry.closer = group.create_task(self._close_when_drained(address, entry))
 
     def _open(self, group: asyncio.TaskGroup, address: str, authority: str) -> None:
         stream = ServerStream(
@@ -188,8 +192,6 @@ class ModelServers:
 
     async def _close_when_drained(self, address: str, entry: _Entry) -> None:
         await entry.stream.drained()
-        if entry.missed < GONE_AFTER:
-            return  # it came back
         del self._entries[address]
         self._opened += entry.stream.opened
         self._failed += entry.stream.failed

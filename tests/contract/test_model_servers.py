@@ -451,6 +451,32 @@ async def test_addresses_come_and_go(
     await second.stop()
 
 
+async def test_an_address_that_flaps_under_a_claim_is_closed_once(
+    server: FakeModelServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"127.0.0.1:{server.port}"
+    found = [address]
+
+    async def addresses(host: str, port: int) -> list[str]:
+        return list(found)
+
+    monkeypatch.setattr(model_servers, "_addresses", addresses)
+    server.answering = False
+    client = connect("servers:50051")
+    await client.ready()
+    client.servers.send(claim(1, address))
+    request = await server.requests.get()
+    for there in (False, True, False):
+        found[:] = [address] if there else []
+        phase = READY if there else ServerPhase.DRAINING
+        await client.until(lambda: client.servers.phases()[address] is phase)  # noqa: B023
+    server.send(pb.EmbedStreamResponse(request_id=request.request_id, last=True))
+    await client.until(lambda: address not in client.servers.phases())
+    found[:] = [address]
+    await client.ready()
+    assert client.of(ClaimLost) == []
+
+
 async def test_localhost_is_one_server(server: FakeModelServer, connect: Connect) -> None:
     client = connect(f"localhost:{server.port}", f"127.0.0.1:{server.port}")
     await client.ready()
