@@ -43,7 +43,11 @@ class Commits:
         *,
         timeout_s: float,
     ) -> None:
-        """`timeout_s` bounds the wait for a synchronous commit outside a rebalance callback."""
+        """`timeout_s` bounds the wait for a synchronous commit outside a rebalance callback.
+
+        Inside one it lasts until the coordinator answers or the session is over: a commit that was
+        given up would be sent later, under the generation of then, for partitions of others.
+        """
         self._consumer = consumer
         self._tell = answer
         self._timeout_s = timeout_s
@@ -74,7 +78,7 @@ class Commits:
         elif time.monotonic() > self._answer_by_s:
             self._answer_by_s = None
             self._reports_ignored += bool(self._in_flight)
-            self._fail_all(_Failure("no answer in time"))
+            self._fail_all(_Failure("no answer in time", retryable=True))
 
     def ended(self, error: KafkaError | None, partitions: Iterable[KafkaPartition]) -> None:
         """Take the client's report of an asynchronous commit; they come in order."""

@@ -18,8 +18,9 @@ ConfigValue = str | int | float | bool
 Config = dict[str, object]
 
 PREFETCH_BYTES_MAX = 64 * 1024 * 1024
-_FETCH_BYTES_MAX = 16 * 1024 * 1024
-"""One fetch response of one broker; the prefetch may be overshot by one of these."""
+_FETCH_BYTES_MAX = 4 * 1024 * 1024
+"""One fetch response. Each broker may have one on its way when the prefetch is full: with several
+the bound is overshot by one of these for each but the first."""
 
 _SET_BY = {
     "bootstrap.servers": "bootstrap_servers",
