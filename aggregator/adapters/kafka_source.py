@@ -321,7 +321,11 @@ class KafkaSource:
                 self._closing = True
 
     def _resume(self, partitions: Iterable[TopicPartition]) -> None:
-        """Fetch those for whose pause there is no reason."""
+        """Fetch those for whose pause there is no reason.
+
+        They are paused, or were assigned just now: the client would read a partition that is
+        neither again, from where it was last assigned, sought or paused.
+        """
         if not self._stopped:
             free = [tp for tp in partitions if tp not in self._paused | self._held]
             self._consumer.resume(self._owned(free))
