@@ -58,6 +58,8 @@ _TRANSFORMER_CONFIG_NAMES: Final = (
 _TEXT_ONLY: Final = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SENTENCE: Final = "sentence_embedding"
+_UNDECLARED_PROMPTS: Final = ("query", "document")
+"""Every SentenceTransformer has them, empty unless its folder says otherwise."""
 
 
 class ModelRefusedError(Exception):
@@ -371,7 +373,7 @@ def _read_sentence_transformers_config(
     ):
         raise ModelRefusedError(f"{name}: prompts are not texts by name")
     chosen = config.get("default_prompt_name")
-    if chosen is not None and chosen not in prompts:
+    if chosen is not None and chosen not in {*prompts, *_UNDECLARED_PROMPTS}:
         raise ModelRefusedError(f"{name}: default_prompt_name {chosen!r} is not among the prompts")
     texts = {key: prompt for key, prompt in prompts.items() if prompt is not None}
     return texts, chosen, _optional_positive(name, config, "truncate_dim")

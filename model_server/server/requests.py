@@ -26,24 +26,21 @@ from protos.embedding.v1 import query_pb2
 
 _QUERY = query_pb2.INPUT_TYPE_QUERY
 _DOCUMENT = query_pb2.INPUT_TYPE_DOCUMENT
-_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 class Prompts:
     """The prompt of each input type, chosen as sentence-transformers does.
 
-    `encode_query` takes the prompt named "query", `encode_document` the first of "document",
-    "passage", "corpus"; where there is none of these, and for `encode`, the default prompt.
+    `encode` takes the default prompt, `encode_query` the one named "query", `encode_document` the
+    one named "document". A SentenceTransformer always has these two names, with an empty prompt
+    where the model declares none, so nothing else ever stands in for them.
     """
 
     def __init__(self, info: ModelInfo) -> None:
-        default = info.default_prompt or ""
-        prompts = info.prompts
-        documents = [prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts]
         self.by_type: dict[int, str] = {
-            query_pb2.INPUT_TYPE_UNSPECIFIED: default,
-            _QUERY: prompts.get("query", default),
-            _DOCUMENT: documents[0] if documents else default,
+            query_pb2.INPUT_TYPE_UNSPECIFIED: info.default_prompt or "",
+            _QUERY: info.prompts.get("query", ""),
+            _DOCUMENT: info.prompts.get("document", ""),
         }
 
 

@@ -34,6 +34,8 @@ from model_server.engines.base import (
 from model_server.engines.golden import cosine
 from model_server.engines.model_folder import POOLING_MODES, ModelRefusedError
 from model_server.engines.torch_engine import TorchEngine, TorchOptions
+from model_server.server.requests import Prompts
+from protos.embedding.v1 import query_pb2
 from tests.contract.tiny_models import (
     ARCHITECTURES,
     MAX_TOKENS,
@@ -170,6 +172,44 @@ def test_prompts_and_default_prompt(tmp_path: Path) -> None:
     expected, _ = theirs(path, TEXTS)
     vectors = engine.embed(tokens_of(engine, TEXTS, engine.info.default_prompt))
     assert cosine(vectors, expected).min() >= COSINE_MIN
+
+
+PROMPTS: list[dict[str, Any]] = [
+    {"prompts": {}},
+    {"prompts": {"query": "alpha ", "document": "bravo "}},
+    {"prompts": {"other": "alpha bravo: "}, "default_prompt_name": "other"},
+    {"prompts": {"query": "alpha "}, "default_prompt_name": "query"},
+    {"prompts": {"query": "alpha ", "passage": "bravo ", "corpus": "charlie "}},
+    {"prompts": {"passage": "bravo ", "query": "alpha "}, "default_prompt_name": "passage"},
+    {"prompts": {"query": None, "other": "alpha "}, "default_prompt_name": "other"},
+    {"prompts": {"other": "alpha "}, "default_prompt_name": "query"},
+    {"prompts": {"other": "alpha "}, "default_prompt_name": "document"},
+]
+
+
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "model"
+    save_modules(path, "bert", [Pooling(SIZE)])
+    return path
+
+
+@pytest.mark.parametrize("declared", PROMPTS)
+def test_input_types_choose_the_prompts_of_the_library(
+    plain_model: Path, declared: dict[str, Any]
+) -> None:
+    write_json(plain_model / "config_sentence_transformers.json", declared)
+    library = SentenceTransformer(str(plain_model), device="cpu")
+    engine = TorchEngine.load(options(plain_model))
+    chosen = Prompts(engine.info).by_type
+    for input_type, encode in (
+        (query_pb2.INPUT_TYPE_UNSPECIFIED, library.encode),
+        (query_pb2.INPUT_TYPE_QUERY, library.encode_query),
+        (query_pb2.INPUT_TYPE_DOCUMENT, library.encode_document),
+    ):
+        expected = np.asarray(encode(TEXTS, batch_size=1), dtype=np.float32)
+        vectors = engine.embed(tokens_of(engine, TEXTS, chosen[input_type]))
+        assert cosine(vectors, expected).min() >= COSINE_MIN, encode.__name__
 
 
 def write_old_format(path: Path, architecture: str) -> None:

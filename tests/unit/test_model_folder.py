@@ -179,6 +179,15 @@ def test_prompts_and_declared_dimensions(folder: Path) -> None:
     assert model.matryoshka_dimensions == (2, 4)
 
 
+@pytest.mark.parametrize("name", ["query", "document"])
+def test_a_default_prompt_that_needs_no_declaration(folder: Path, name: str) -> None:
+    write(
+        folder / "config_sentence_transformers.json",
+        {"prompts": {"other": "other: "}, "default_prompt_name": name},
+    )
+    assert read_model_folder(folder).default_prompt_name == name
+
+
 def test_an_old_folder_with_its_transformer_below(folder: Path) -> None:
     inner = folder / "0_Transformer"
     for name in ("config.json", "model.safetensors"):
@@ -241,7 +250,7 @@ REFUSALS: list[Refusal] = [
     ("4_Normalize/config.json", {"p": 1}, "unknown key p"),
     ("config_sentence_transformers.json", {"surprise": 1}, "surprise"),
     ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "SparseEncoder"),
-    ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "default_prompt_name"),
+    ("config_sentence_transformers.json", {"default_prompt_name": "other"}, "default_prompt_name"),
     ("config_sentence_transformers.json", {"prompts": {"query": 3}}, "prompts"),
     ("modules.json", entries((OLD + "Transformer", "")), "Pooling"),
     ("modules.json", entries((OLD + "Pooling", "1_Pooling")), "Pooling at position 0"),

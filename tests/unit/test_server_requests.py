@@ -90,11 +90,10 @@ def test_ubinary_needs_a_multiple_of_8() -> None:
     ("prompts", "default", "expected"),
     [
         ({}, None, ["", "", ""]),
-        ({}, "d: ", ["d: ", "d: ", "d: "]),
-        ({"query": "q: "}, "d: ", ["d: ", "q: ", "d: "]),
+        ({}, "d: ", ["d: ", "", ""]),
+        ({"query": "q: "}, "d: ", ["d: ", "q: ", ""]),
         ({"query": "", "document": ""}, "d: ", ["d: ", "", ""]),
-        ({"passage": "p: ", "corpus": "c: "}, None, ["", "", "p: "]),
-        ({"corpus": "c: "}, None, ["", "", "c: "]),
+        ({"passage": "p: ", "corpus": "c: "}, None, ["", "", ""]),
         ({"passage": "p: ", "document": "doc: "}, None, ["", "", "doc: "]),
     ],
 )
