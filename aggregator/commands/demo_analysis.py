@@ -6,6 +6,7 @@ Knows nothing of processes or screens. Vectors are float32 rows, one a text.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -147,10 +148,10 @@ def outcome(phases: Sequence[Phase], duplicates: int) -> Outcome:
 
 
 def cosine(one: Matrix, other: Matrix) -> float:
-    """Of two vectors, in float64; 0 if either is zero."""
+    """Of two vectors, in float64; 0 if either is zero or not finite."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / norms if norms else 0.0
+    return float(a @ b) / norms if norms and math.isfinite(norms) else 0.0
 
 
 def neighbourhoods(

@@ -113,12 +113,17 @@ def check_golden(
 
 
 def cosine(left: Vectors, right: Vectors) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Cosine of each row to the same row; of two zero vectors 1, of one zero vector 0."""
+    """Cosine of each row to the same row; of two zero vectors 1, of one zero vector 0.
+
+    0 where a vector is not finite, so that no comparison with a bound lets it pass.
+    """
     a, b = left.astype(np.float64), right.astype(np.float64)
-    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     both_zero = ~a.any(axis=1) & ~b.any(axis=1)
-    products = np.sum(a * b, axis=1)
-    cosines = np.divide(products, norms, out=np.zeros_like(products), where=norms > 0)
+    with np.errstate(invalid="ignore"):
+        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        products = np.sum(a * b, axis=1)
+    fit = (norms > 0) & np.isfinite(norms)
+    cosines = np.divide(products, norms, out=np.zeros_like(products), where=fit)
     return np.where(both_zero, 1.0, cosines)
 
 

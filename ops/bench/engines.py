@@ -27,6 +27,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from model_server.engines.golden import COSINE_MIN, cosine
 from ops.bench.common import BenchError, Child, read_queries, report, show
 from ops.kafka.node import free_port
 from protos.embedding.v1 import embedding_service_pb2 as pb
@@ -39,7 +40,6 @@ ALONE = 16
 READY_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 300.0
 MESSAGE_BYTES_MAX = 64 << 20
-COSINE_MIN = {"float32": 0.9999, "bfloat16": 0.999, "float16": 0.999}
 Vectors = npt.NDArray[np.float32]
 
 
@@ -200,11 +200,14 @@ def run_round(measured: Measured, texts: Sequence[str], *, counts: bool) -> None
 
 
 def cosine_min(one: Measured, reference: Measured) -> float | None:
-    """The least cosine to the reference's vectors of the same texts; None: they are of no model."""
+    """The least cosine to the reference's vectors of the same texts; None: they are of no model.
+
+    To a zero vector it is 0, that of a zero vector too.
+    """
     if one.vectors is None or reference.vectors is None or one.contender.engine == "simulated":
         return None
-    norms = np.linalg.norm(one.vectors, axis=1) * np.linalg.norm(reference.vectors, axis=1)
-    return float(np.min(np.sum(one.vectors * reference.vectors, axis=1) / norms))
+    agreement = cosine(one.vectors, reference.vectors)
+    return float(np.min(np.where(reference.vectors.any(axis=1), agreement, 0.0)))
 
 
 def figures(name: str, one: Measured, reference: Measured, dtype: str) -> dict[str, Any]:
@@ -213,9 +216,9 @@ def figures(name: str, one: Measured, reference: Measured, dtype: str) -> dict[s
     Raises:
         BenchError: its vectors are not the model's.
     """
-    cosine = cosine_min(one, reference)
-    if cosine is not None and cosine < COSINE_MIN[dtype]:
-        raise BenchError(f"{name}: a vector has cosine {cosine:.6f} to torch's")
+    least = cosine_min(one, reference)
+    if least is not None and least < COSINE_MIN[dtype]:
+        raise BenchError(f"{name}: a vector has cosine {least:.6f} to torch's")
     row: dict[str, Any] = {"one_ms": round(median(one.alone_ms), 2)}
     for size in LISTS:
         elapsed_ms = median(one.list_ms[size])
@@ -224,7 +227,7 @@ def figures(name: str, one: Measured, reference: Measured, dtype: str) -> dict[s
         row[f"list_{size}_rounds_ms"] = [round(ms, 1) for ms in one.list_ms[size]]
     return {
         **row,
-        "cosine_min": None if cosine is None else round(cosine, 6),
+        "cosine_min": None if least is None else round(least, 6),
         "batch_tokens_target": one.target,
         "batch_tokens_target_source": one.target_source,
         "versions": one.versions,

@@ -384,6 +384,12 @@ def _plots(profile: Profile, folder: Path) -> list[str]:
         return []
 
 
+def wrong_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of `check_correctness` whose vectors are not near enough."""
+    names = ("cosine_min", "cosine_to_alone_min")
+    return [row for row in rows if not all(row[name] >= row["cosine_bound"] for name in names)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 1 where a vector is wrong."""
     parser = argparse.ArgumentParser(prog="sh ops/bench/gpu.sh", description=__doc__)
@@ -398,11 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found["left_out"]:
         print("Left out: " + "; ".join(found["left_out"]))
     print(json.dumps(found), flush=True)
-    wrong = [
-        row
-        for row in found["correctness"]
-        if min(row["cosine_min"], row["cosine_to_alone_min"]) < row["cosine_bound"]
-    ]
+    wrong = wrong_rows(found["correctness"])
     for row in wrong:
         print(f"Error: {row['model']} in {row['precision']} is wrong: {row}", file=sys.stderr)
     return 1 if wrong or not found["correctness"] else 0

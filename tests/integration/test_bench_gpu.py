@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -89,3 +90,13 @@ def test_the_sizes_are_what_they_are_called() -> None:
         billions = sum(weight.numel() for weight in model.parameters()) / 1e9
         named = {"minilm-sized": 0.0227}.get(size.name) or float(size.name.removesuffix("b"))
         assert billions == pytest.approx(named, rel=0.05)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["cosine_min", "cosine_to_alone_min"])
+@pytest.mark.parametrize("value", [0.99, math.nan])
+def test_a_wrong_vector_is_told(name: str, value: float) -> None:
+    from ops.bench import gpu
+
+    right = {"cosine_min": 1.0, "cosine_to_alone_min": 1.0, "cosine_bound": 0.9999}
+    assert gpu.wrong_rows([right, right | {name: value}]) == [right | {name: value}]
