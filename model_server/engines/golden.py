@@ -9,7 +9,7 @@ of how vectors are made.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -70,13 +70,18 @@ def golden_tokens(engine: Engine) -> list[Tokens]:
 
 
 def check_golden(
-    engine: Engine, cache_dir: Path | None = None, cosine_min: float | None = None
+    engine: Engine,
+    cache_dir: Path | None = None,
+    cosine_min: float | None = None,
+    *,
+    inputs_max: int = len(GOLDEN_TEXTS),
 ) -> GoldenReport | None:
     """Compare the engine's vectors of the golden texts with the reference's.
 
-    The texts go through the engine both together and one by one, so that agreement covers packing.
-    None: the engine has no reference (a simulated one). `cosine_min` is required for precisions
-    that have no bound of their own.
+    The texts go through the engine both together and one by one, so that agreement covers packing;
+    together as far as any server's limits allow: in passes of no more tokens than one input may
+    have, and of `inputs_max` inputs. None: the engine has no reference (a simulated one).
+    `cosine_min` is required for precisions that have no bound of their own.
 
     Raises:
         GoldenMismatchError: they disagree, or can't be compared.
@@ -96,7 +101,8 @@ def check_golden(
         _check_shape(reference, tokens, engine.info.dimensions, "the reference")
         if path is not None:
             _write_reference(path, tokens, reference)
-    together = engine.embed(tokens)
+    passes = _passes(tokens, engine.info.input_tokens_max, inputs_max)
+    together = np.concatenate([engine.embed(one) for one in passes])
     alone = np.concatenate([engine.embed([one]) for one in tokens])
     for vectors in (together, alone):
         _check_shape(vectors, tokens, engine.info.dimensions, "the engine")
@@ -125,6 +131,21 @@ def cosine(left: Vectors, right: Vectors) -> np.ndarray[tuple[int], np.dtype[np.
     fit = (norms > 0) & np.isfinite(norms)
     cosines = np.divide(products, norms, out=np.zeros_like(products), where=fit)
     return np.where(both_zero, 1.0, cosines)
+
+
+def _passes(
+    tokens: Sequence[Tokens], tokens_max: int, inputs_max: int
+) -> Iterator[Sequence[Tokens]]:
+    """All of them in order, in passes within the limits; one alone may always run."""
+    inputs: list[Tokens] = []
+    count = 0
+    for one in tokens:
+        if inputs and (count + len(one.ids) > tokens_max or len(inputs) == inputs_max):
+            yield inputs
+            inputs, count = [], 0
+        inputs.append(one)
+        count += len(one.ids)
+    yield inputs
 
 
 def _check_shape(vectors: Vectors, tokens: Sequence[Tokens], dimensions: int, who: str) -> None:

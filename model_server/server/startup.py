@@ -93,7 +93,12 @@ def start_engine(load: Callable[[], Engine], options: StartOptions, log: Logger)
     try:
         options.limits(engine.info.input_tokens_max)  # contradictions come before what takes long
         log.info("engine loaded", seconds=round(time.monotonic() - started, 3))
-        report = check_golden(engine, options.cache_dir, options.golden_cosine_min)
+        report = check_golden(
+            engine,
+            options.cache_dir,
+            options.golden_cosine_min,
+            inputs_max=options.inputs_max,
+        )
         if report is not None:
             log.info(
                 "golden vectors agree",

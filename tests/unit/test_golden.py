@@ -42,13 +42,17 @@ class Fake:
         self.wrong_together = False
         self.wrong = False
         self.value: float | None = None
+        self.ran: list[list[int]] = []
+        """The tokens of each input of each pass."""
 
     def tokenize(self, texts: Sequence[Text]) -> list[Tokens | TextRefused]:
         if self.refuses:
             return [TextRefused(message="too odd") for _ in texts]
-        return [Tokens(ids=list(text.text.encode()[:MAXIMUM])) for text in texts]
+        most = self.info.input_tokens_max
+        return [Tokens(ids=list(text.text.encode()[:most])) for text in texts]
 
     def embed(self, inputs: Sequence[Tokens]) -> Vectors:
+        self.ran.append([len(one.ids) for one in inputs])
         vectors = self._vectors(inputs)
         if self.wrong or (self.wrong_together and len(inputs) > 1):
             vectors[-1] = -vectors[-1]
@@ -87,6 +91,27 @@ def test_agreement_is_reported_and_the_reference_kept(tmp_path: Path) -> None:
     assert engine.references == 1
     check_golden(engine)
     assert engine.references == 2
+
+
+@pytest.mark.parametrize(("maximum", "inputs_max"), [(64, 1_024), (512, 1_024), (512, 3), (64, 1)])
+def test_no_pass_is_larger_than_any_server_allows(maximum: int, inputs_max: int) -> None:
+    """`batch_tokens_max` may be as small as one input of the maximum."""
+    engine = Fake()
+    engine.info = replace(INFO, input_tokens_max=maximum)
+    assert check_golden(engine, inputs_max=inputs_max) is not None
+    assert max(sum(lengths) for lengths in engine.ran) == maximum
+    assert max(len(lengths) for lengths in engine.ran) <= inputs_max
+    texts = [len(one.ids) for one in golden_tokens(engine)]
+    assert [[length] for length in texts] == engine.ran[-len(texts) :]
+    together = [length for lengths in engine.ran[: -len(texts)] for length in lengths]
+    assert together == texts
+
+
+def test_short_texts_go_together() -> None:
+    engine = Fake()
+    engine.info = replace(INFO, input_tokens_max=512)
+    check_golden(engine)
+    assert [len(lengths) for lengths in engine.ran[:2]] == [7, 1]
 
 
 def test_another_revision_has_a_reference_of_its_own(tmp_path: Path) -> None:

@@ -26,10 +26,12 @@ class CountingEngine(SimulatedEngine):
     def __init__(self, **options: Any) -> None:
         super().__init__(SimulatedOptions(**{"fixed_ms": 0, "slope_us_per_token": 0, **options}))
         self.pass_tokens: list[int] = []
+        self.pass_inputs: list[int] = []
         self.closed = False
 
     def embed(self, inputs: Sequence[Tokens]) -> Vectors:
         self.pass_tokens.append(sum(len(one.ids) for one in inputs))
+        self.pass_inputs.append(len(inputs))
         return super().embed(inputs)
 
     def close(self) -> None:
@@ -75,18 +77,30 @@ def test_out_of_memory_lowers_the_maximum_until_a_pass_fits() -> None:
     assert started.limits.batch_tokens_target == 100
 
 
+@pytest.mark.parametrize("room", [700, 560, 512])
+def test_a_model_of_which_one_input_fits_is_served(room: int) -> None:
+    engine = CountingEngine(input_tokens_max=512, out_of_memory_above_tokens=room)
+    started = start(engine, batch_tokens_target=256)
+    assert started.limits.batch_tokens_max == 512
+
+
+def test_the_golden_check_keeps_to_the_smallest_maximum_there_can_be() -> None:
+    engine = CountingEngine(input_tokens_max=512, out_of_memory_above_tokens=512)
+    started = start(engine, batch_tokens_max=512, inputs_max=2)
+    assert started.limits.batch_tokens_max == 512
+    assert max(engine.pass_inputs) == 2
+
+
 def test_a_model_of_which_no_input_fits_is_refused() -> None:
     class Small(CountingEngine):
-        """Has memory for golden texts, not for the longest input together with another."""
+        """Has memory for golden texts, and for nothing after the first larger pass."""
 
         def embed(self, inputs: Sequence[Tokens]) -> Vectors:
-            vectors = super().embed(inputs)
-            if len(self.pass_tokens) > 9:
+            if sum(len(one.ids) for one in inputs) > self.info.input_tokens_max:
                 self._options = SimulatedOptions(out_of_memory_above_tokens=1, fixed_ms=0)
-            return vectors
+            return super().embed(inputs)
 
     engine = Small(input_tokens_max=30)
-    engine.pass_tokens += [0]
     with pytest.raises(StartError, match="does not fit"):
         start(engine)
     assert engine.closed
