@@ -19,7 +19,6 @@ import torch
 
 from model_server.engines.base import (
     EngineDiedError,
-    EngineOutOfMemoryError,
     ModelInfo,
     Text,
     TextRefused,
@@ -49,11 +48,11 @@ from model_server.engines.torch_attention import (
 )
 from model_server.engines.torch_runtime import (
     DTYPES,
+    after_failed_pass,
     choose_device,
     device_name,
     free_cached_memory,
     set_threads,
-    translated,
 )
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -187,11 +186,8 @@ class TorchEngine:
             raise EngineDiedError("the engine is closed")
         try:
             return self._model.embed(inputs)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            free_cached_memory()
-            raise EngineOutOfMemoryError(str(error)) from error
-        except RuntimeError as error:
-            raise translated(error) from error
+        except (MemoryError, RuntimeError) as error:
+            raise after_failed_pass(error) from error
 
     def reference(self, inputs: Sequence[Tokens]) -> Vectors:
         """The same vectors by transformers' stock attention in float32, one input at a time.

@@ -66,11 +66,15 @@ def free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def translated(error: RuntimeError) -> Exception:
-    """What a RuntimeError of torch means for the scheduler."""
+def after_failed_pass(error: Exception) -> Exception:
+    """What an error of torch means for the scheduler; a full memory's cache is given back."""
     text = str(error)
-    if "can't allocate memory" in text or "out of memory" in text:
-        return EngineOutOfMemoryError(text)
-    if "CUDA error" in text or "device-side assert" in text:
-        return EngineDiedError(text)
-    return error
+    full = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if isinstance(error, RuntimeError):
+        full = full or "can't allocate memory" in text or "out of memory" in text
+        if not full and ("CUDA error" in text or "device-side assert" in text):
+            return EngineDiedError(text)
+    if not full:
+        return error
+    free_cached_memory()
+    return EngineOutOfMemoryError(text)

@@ -154,7 +154,11 @@ def test_a_start_that_hangs_is_given_up() -> None:
 
 @pytest.mark.parametrize(
     ("act", "message"),
-    [(Act.EXIT, "ended with status 7; it said: about to exit"), (Act.DIE, "asked to die")],
+    [
+        (Act.EXIT, "ended with status 7; it said: about to exit"),
+        (Act.DIE, "asked to die"),
+        (Act.BREAK, "asked to break"),
+    ],
 )
 def test_its_death_in_a_pass_is_told_with_its_reason(
     engine: FakeChildEngine, act: Act, message: str

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from model_server.engines.base import (
+    EngineDiedError,
     EngineError,
     EngineOutOfMemoryError,
     EnginePass,
@@ -44,6 +45,8 @@ class Act(IntEnum):
     SHORT = 8
     BIND = 9
     """Hangs in one call that does not let any other Python thread run."""
+    BREAK = 99
+    """An error that says itself that the engine is gone."""
 
 
 class Runner:
@@ -71,6 +74,8 @@ class Runner:
                 raise EngineError("asked to\nraise")
             if act == Act.OUT_OF_MEMORY:
                 raise EngineOutOfMemoryError("asked to run out")
+            if act == Act.BREAK:
+                raise EngineDiedError("asked to break")
             if act == Act.EXIT:
                 print("about to exit", flush=True)
                 os._exit(7)

@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from model_server.engines.base import (
+    EngineDiedError,
     EngineOutOfMemoryError,
     EnginePass,
     Tokens,
@@ -149,6 +150,8 @@ def main(runner: str, descriptor: int, pipe: int, parent: int) -> int:
 def _fault(error: Exception) -> Fault:
     if isinstance(error, EngineOutOfMemoryError):
         return Fault.OUT_OF_MEMORY
+    if isinstance(error, EngineDiedError):
+        return Fault.DIED
     return Fault.REFUSED if isinstance(error, ModelRefusedError) else Fault.ERROR
 
 

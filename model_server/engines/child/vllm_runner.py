@@ -20,6 +20,7 @@ from model_server.engines.child.options import RunnerOptions
 from model_server.engines.child.pooling_head import PoolingHead
 from model_server.engines.child.rows import unpack_rows
 from model_server.engines.description import first_installed
+from model_server.engines.torch_runtime import after_failed_pass
 from model_server.engines.vllm_arguments import DISTRIBUTIONS, engine_arguments, room_tokens
 
 PROMPT_TOKENS = "prompt_tokens"
@@ -71,7 +72,12 @@ class VLLMRunner:
         """Device, versions, and the tokens that a pass may have."""
 
     def embed(self, inputs: Sequence[Tokens]) -> tuple[Vectors, Sequence[EnginePass]]:
-        """One list of token ids: all handed over, then run to their end."""
+        """One list of token ids: all handed over, then run to their end.
+
+        Raises:
+            EngineOutOfMemoryError: a step did not fit the memory.
+            EngineDiedError: the device is gone.
+        """
         from vllm import PoolingParams  # noqa: PLC0415
 
         self._list += 1
@@ -86,9 +92,9 @@ class VLLMRunner:
                 prompt = {"prompt_token_ids": list(one.ids)}
                 added.append(self._engine.add_request(f"{self._list}-{i}", prompt, params))
             rows = self._run(len(inputs))
-        except BaseException:
+        except Exception as error:
             self._engine.abort_request(added, internal=True)
-            raise
+            raise after_failed_pass(error) from error
         return unpack_rows([rows[i] for i in range(len(inputs))], self._dimensions)
 
     def _run(self, count: int) -> dict[int, list[float]]:

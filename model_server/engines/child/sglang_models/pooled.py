@@ -20,10 +20,12 @@ from sglang.srt.layers.rotary_embedding import base as rotary_embedding
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
+from model_server.engines.base import EngineOutOfMemoryError
 from model_server.engines.child.pooling_head import PoolingHead, ended
 from model_server.engines.child.rows import Ended
 from model_server.engines.child.sglang_model import MODEL_VARIABLE, unpack_model
 from model_server.engines.model_folder import ModelRefusedError
+from model_server.engines.torch_runtime import after_failed_pass
 
 
 class HeadPooler(nn.Module):
@@ -67,9 +69,7 @@ def pooled(base: type[nn.Module], model_path: str, pooling: str | None) -> type[
             if get_parallel().tp_size > 1:
                 raise
             traceback.print_exc()
-            out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            if out_of_memory and torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            out_of_memory = isinstance(after_failed_pass(error), EngineOutOfMemoryError)
             why = Ended.OUT_OF_MEMORY if out_of_memory else Ended.RAISED
             device = next(self.parameters()).device
             return EmbeddingPoolerOutput(embeddings=ended(len(batch.rids), device, why))
