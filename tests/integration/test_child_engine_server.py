@@ -99,7 +99,10 @@ async def serving(**settings: Any) -> AsyncIterator[Server]:
         await server.ended()
         for engine in server.engines:
             engine.close()
-        assert not [pid for engine in server.engines for pid in group_members(engine.pid)]
+        # What a child started is killed with it, and is gone when the kernel has come to it.
+        await eventually(
+            lambda: not [pid for engine in server.engines for pid in group_members(engine.pid)]
+        )
 
 
 @contextlib.asynccontextmanager
