@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from model_server.core.failures import Failure, invalid, too_large
 
 HELD_TARGETS_MAX = 8
-"""A stream that already holds more than so many targets is refused: CONTRACTS, gRPC."""
+"""A stream that already holds more than so many targets is refused, unless its window is larger:
+that of a model whose maximum is many targets."""
 TEXT_BYTES_MAX = 131_072
 """128 KiB of UTF-8 per text, whatever `truncate` says; checked before any tokenizer."""
 _DAY_MS = 86_400_000
@@ -71,7 +72,7 @@ class Limits:
 
     @property
     def held_tokens_max(self) -> int:
-        """A stream that holds more than this is refused."""
+        """A stream that holds more than this, and more than its window, is refused."""
         return HELD_TARGETS_MAX * self.batch_tokens_target
 
     def check_request(self, *, inputs: int, request_bytes: int) -> Failure | None:

@@ -190,7 +190,7 @@ class Scheduler:
         if not self._lifecycle.serving:
             self._refuse(event, not_started(f"The server is {self._lifecycle.phase}."), now_ns)
             return
-        if stream.held_tokens > self._limits.held_tokens_max:
+        if stream.held_tokens > max(self._limits.held_tokens_max, stream.window_tokens):
             message = f"{stream.held_tokens} tokens are already held unanswered."
             retry_ms = int(self.busy_ms(now_ns)) + 1
             self._refuse(event, too_much_held(message, retry_ms), now_ns)

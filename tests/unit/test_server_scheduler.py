@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from model_server.core import effects as ef
 from model_server.core import events as ev
 from model_server.core.failures import Code, invalid
 from model_server.core.lifecycle import Phase
-from tests.harness.scheduler import MS, SchedulerWorld
+from tests.harness.scheduler import LIMITS, MS, SchedulerWorld
 
 
 @pytest.fixture
@@ -183,6 +185,24 @@ def test_a_stream_is_refused_only_while_it_holds_more_than_eight_targets(
     assert effect.failure.retry_after_ms is not None
     world.done()
     assert world.outcome(world.send([1])) == [None]
+
+
+@pytest.mark.parametrize("target", [64, 256])
+def test_a_client_that_keeps_to_its_window_is_never_refused(target: int) -> None:
+    """The window holds one input of the maximum, here more than eight targets."""
+    world = SchedulerWorld(
+        replace(LIMITS, batch_tokens_target=target, batch_tokens_max=8_192, input_tokens_max=8_192)
+    )
+    world.open(1)
+    window = world.scheduler.window_tokens(1)
+    assert window == 8_192
+    for _ in range(window // target):
+        world.send([target])
+    assert world.scheduler.held_tokens == window
+    assert not world.ever(ef.Refuse)
+    world.send([1])
+    refused = world.send([1])
+    assert world.outcome(refused) == ["TOO_MUCH_HELD"]
 
 
 def test_an_empty_stream_may_send_any_total(world: SchedulerWorld) -> None:
