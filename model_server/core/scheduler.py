@@ -72,6 +72,7 @@ _SECOND_NS = 1_000_000_000
 ANNOUNCE_TIMEOUT_NS = 2 * _SECOND_NS
 """A client that does not read an announcement for so long is cut, so that it holds the engine for
 no other request of its."""
+_LOST = not_started("The engine was lost before this input's pass.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +367,7 @@ class Scheduler:
         if ended is None:
             return
         if ended.kind is PassKind.CANARY:
-            self._lose_engine(f"the canary failed too: {event.message}", (), now_ns)
+            self._lose_engine(f"the canary failed too: {event.message}", now_ns)
             return
         inputs = sum(len(part.indexes) for part in ended.parts)
         if event.out_of_memory and inputs > 1:
@@ -398,12 +399,12 @@ class Scheduler:
 
     def _engine_died(self, event: EngineDied, now_ns: int) -> None:
         if self._lifecycle.running:
-            parts = self._pass.parts if self._pass is not None else ()
-            self._lose_engine(event.message, parts, now_ns)
+            self._lose_engine(event.message, now_ns)
 
-    def _lose_engine(self, message: str, in_pass: Sequence[Part], now_ns: int) -> None:
+    def _lose_engine(self, message: str, now_ns: int) -> None:
         """Answer everything held: what was in the pass may be the cause, the rest is not."""
-        self._answer_all(in_pass, engine_died(f"The engine died in this pass: {message}"), now_ns)
+        died = engine_died(f"The engine died in this pass: {message}")
+        self._answer_all(died, _LOST, now_ns)
         if self._lifecycle.phase is Phase.DRAINING:
             self._stop(None)
             return
@@ -415,11 +416,16 @@ class Scheduler:
         self._after.append(CloseStreams(failure=not_started("The engine is restarting.")))
         self._after.append(RestartEngine(message=message, delay_ns=delay_ns))
 
-    def _answer_all(self, in_pass: Sequence[Part], failure: Failure, now_ns: int) -> None:
-        """Inputs of `in_pass` get `failure`, all others NOT_STARTED."""
-        for part in in_pass:
-            self._fail(part.request, part.indexes, failure, now_ns)
-        rest = not_started("The engine was lost before this input's pass.")
+    def _answer_all(self, in_pass: Failure, rest: Failure, now_ns: int) -> None:
+        """Inputs of the pass that runs get `in_pass`, all others `rest`.
+
+        A pass that waits for the write of its announcement does not run.
+        """
+        running = self._pass
+        if running is not None:
+            failure = in_pass if running.started else rest
+            for part in running.parts:
+                self._fail(part.request, part.indexes, failure, now_ns)
         for part in self._passes.isolation.parts():
             self._fail(part.request, part.indexes, rest, now_ns)
         for request in list(self._requests.values()):
@@ -461,16 +467,17 @@ class Scheduler:
             if running.started and age_ns >= self._options.pass_timeout_ns:
                 message = f"a pass ran longer than {self._options.pass_timeout_ns // 1_000_000} ms"
                 if self._killable:
-                    self._lose_engine(message, running.parts, now_ns)
+                    self._lose_engine(message, now_ns)
                     return
-                self._answer_all(running.parts, engine_died(message), now_ns)
+                self._answer_all(engine_died(message), _LOST, now_ns)
                 self._stop(message)
                 return
             if running.awaited is not None and age_ns >= ANNOUNCE_TIMEOUT_NS:
                 self._cut(running.awaited, now_ns)
         if self._lifecycle.phase is Phase.DRAINING and now_ns >= self._drain_by_ns:
-            in_pass = self._pass.parts if self._pass is not None else ()
-            self._answer_all(in_pass, not_started("The server's time to drain ran out."), now_ns)
+            # Those of the running pass may have run, but no drain counts against a query.
+            ran_out = not_started("The server's time to drain ran out.")
+            self._answer_all(ran_out, ran_out, now_ns)
             self._stop(None)
 
     def _cut(self, stream: int, now_ns: int) -> None:

@@ -203,6 +203,23 @@ def test_requests_that_never_ran_are_refused_whole(world: SchedulerWorld) -> Non
     assert [effect.request for effect in world.of(ef.Refuse)] == [waiting]
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_death_before_an_announced_pass_has_started_blames_nobody(
+    world: SchedulerWorld, several: bool
+) -> None:
+    key = world.send([60, 60] if several else [10], exclusive=True)
+    assert world.awaited is not None
+    assert world.running is None
+    world.died()
+    assert set(world.outcome(key)) == {"NOT_STARTED"}
+    assert world.scheduler.phase is Phase.RESTARTING
+    world.feed(ev.EngineReady(limits=world.limits))
+    again = world.send([10], exclusive=True)
+    world.written()
+    world.died()
+    assert world.outcome(again) == ["ENGINE_DIED"]
+
+
 def test_halves_and_suspects_are_not_blamed_for_a_death(world: SchedulerWorld) -> None:
     key = world.send([10, 10, 10, 10])
     world.raised()
