@@ -148,6 +148,13 @@ class MaximumLowered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaximumRaised:
+    """Memory is thought to have room again: passes are larger from now on."""
+
+    batch_tokens_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetMoved:
     """Passes of late imply another target: this is the next step towards it."""
 
@@ -174,6 +181,7 @@ Effect = (
     | RestartEngine
     | Halt
     | MaximumLowered
+    | MaximumRaised
     | TargetMoved
     | WakeAt
 )

@@ -37,6 +37,7 @@ class Suspect:
 
     part: Part
     message: str
+    out_of_memory: bool = False
 
 
 class Isolation:
@@ -56,14 +57,16 @@ class Isolation:
         """Whether anything is left to run."""
         return self._suspect is not None or bool(self._halves)
 
-    def raised(self, parts: Sequence[Part], message: str, *, alone: bool) -> None:
+    def raised(
+        self, parts: Sequence[Part], message: str, *, alone: bool, out_of_memory: bool = False
+    ) -> None:
         """A pass raised; `parts` is what is left of it. `alone`: it had one input only.
 
         One that is left of several has not raised alone: it may be the mate of one that expired or
         was cancelled meanwhile.
         """
         if alone:
-            self._suspect = Suspect(part=parts[0], message=message)
+            self._suspect = Suspect(part=parts[0], message=message, out_of_memory=out_of_memory)
         elif sum(len(part.indexes) for part in parts) == 1:
             self._halves.append(parts)
         else:

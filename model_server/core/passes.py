@@ -45,6 +45,11 @@ class RunningPass:
         """Whether it runs."""
         return self.awaited is None
 
+    @property
+    def cut(self) -> bool:
+        """Whether it was cut out of what waited; a half or a canary was not."""
+        return self.kind not in (PassKind.ISOLATION, PassKind.CANARY)
+
 
 class Passes:
     """Forms passes out of what waits; `requests` is the scheduler's table of those alive."""

@@ -14,7 +14,7 @@ It must not know messages, vectors, threads or clocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from model_server.core.effects import (
@@ -27,6 +27,7 @@ from model_server.core.effects import (
     Fail,
     Halt,
     MaximumLowered,
+    MaximumRaised,
     Part,
     PassKind,
     Refuse,
@@ -61,6 +62,7 @@ from model_server.core.failures import (
 )
 from model_server.core.lifecycle import Lifecycle, Phase
 from model_server.core.limits import Limits
+from model_server.core.memory import MemoryRoom
 from model_server.core.pass_times import PassTimes
 from model_server.core.passes import Passes, RunningPass
 from model_server.core.requests import Request
@@ -91,7 +93,7 @@ class Scheduler:
     def __init__(self, options: SchedulerOptions) -> None:
         self._options = options
         self._lifecycle = Lifecycle()
-        self._limits = options.limits
+        self._memory = MemoryRoom(options.limits)
         self._requests: dict[int, Request] = {}
         self._streams = Streams()
         self._passes = Passes(self._requests)
@@ -130,7 +132,7 @@ class Scheduler:
     @property
     def limits(self) -> Limits:
         """The sizes in force."""
-        return self._limits
+        return self._memory.limits
 
     @property
     def implied_target(self) -> int | None:
@@ -154,7 +156,7 @@ class Scheduler:
 
     def busy_ms(self, now_ns: int) -> float:
         """The rest of the running pass plus all that is queued; 0 only when idle."""
-        queued = self._times.queue_ms(self.queued_tokens, self._limits.batch_tokens_target)
+        queued = self._times.queue_ms(self.queued_tokens, self.limits.batch_tokens_target)
         if self._pass is None:
             return queued
         expected = self._times.pass_ms(self._pass.tokens)
@@ -191,7 +193,7 @@ class Scheduler:
         if not self._lifecycle.serving:
             self._refuse(event, not_started(f"The server is {self._lifecycle.phase}."), now_ns)
             return
-        if stream.held_tokens > max(self._limits.held_tokens_max, stream.window_tokens):
+        if stream.held_tokens > max(self.limits.held_tokens_max, stream.window_tokens):
             message = f"{stream.held_tokens} tokens are already held unanswered."
             retry_ms = int(self.busy_ms(now_ns)) + 1
             self._refuse(event, too_much_held(message, retry_ms), now_ns)
@@ -256,12 +258,15 @@ class Scheduler:
     def _advance(self, now_ns: int) -> None:
         """The engine is free: start the next pass, or say that it is idle."""
         self._expire(now_ns)
-        room = self._steering.pass_tokens(self._limits, self._streams.held_tokens)
-        chosen = self._passes.next(self._limits, now_ns, room)
+        limits = self._memory.limits
+        room = limits.batch_tokens_target
+        if not self._memory.short:
+            room = self._steering.pass_tokens(limits, self._streams.held_tokens)
+        chosen = self._passes.next(limits, now_ns, room)
         for part in chosen.expired:
             self._fail(part.request, part.indexes, EXPIRED, now_ns)
         if chosen.kind is not None:
-            probe = self._steering.is_probe(chosen, self._limits)
+            probe = self._steering.is_probe(chosen, limits)
             kind = PassKind.PROBE if probe else chosen.kind
             self._start(kind, chosen.parts, chosen.tokens, now_ns)
             return
@@ -280,15 +285,17 @@ class Scheduler:
             kind=kind,
             parts=parts,
             tokens=tokens,
-            batch_tokens_target=self._limits.batch_tokens_target,
+            batch_tokens_target=self.limits.batch_tokens_target,
             since_ns=now_ns,
             awaited=awaited,
         )
+        if self._pass.cut:
+            self._memory.pass_cut()
         if awaited is None:
             self._run()
         self._idle_said = False
-        if self._steering.started(kind, tokens, self._limits):
-            self._streams.share(self._limits, now_ns, self._steering.window_targets)
+        if self._steering.started(kind, tokens, self.limits):
+            self._streams.share(self.limits, now_ns, self._steering.window_targets)
         self._after.append(Announce(pass_id=self._pass_id, running=running, awaited=awaited))
         self._streams.said_to_all(now_ns)
 
@@ -325,11 +332,11 @@ class Scheduler:
         if ended is None:
             return
         if ended.kind is PassKind.CANARY:
-            suspect = self._passes.isolation.convicted()
-            failure = failed_alone(suspect.message)
-            self._fail(suspect.part.request, suspect.part.indexes, failure, now_ns)
+            self._convict(now_ns)
             return
         self._restarts.good_pass()
+        if ended.cut and self._memory.good_pass():
+            self._raised_maximum(now_ns)
         duration_ns = event.ended_ns - event.started_ns
         self._times.observe(ended.tokens, duration_ns)
         self._steer(ended, duration_ns, now_ns)
@@ -352,12 +359,23 @@ class Scheduler:
             )
         )
 
+    def _convict(self, now_ns: int) -> None:
+        suspect = self._passes.isolation.convicted()
+        failure = failed_alone(suspect.message)
+        self._fail(suspect.part.request, suspect.part.indexes, failure, now_ns)
+        if suspect.out_of_memory and self._memory.explained():
+            self._raised_maximum(now_ns)
+
+    def _raised_maximum(self, now_ns: int) -> None:
+        self._out.append(MaximumRaised(batch_tokens_max=self.limits.batch_tokens_max))
+        self._share_windows(now_ns, always=self._streams.open_streams())
+
     def _steer(self, ended: RunningPass, duration_ns: int, now_ns: int) -> None:
         """Let the target follow what passes take."""
-        target = self._steering.ended(ended.kind, ended.tokens, duration_ns, self._limits)
+        target = self._steering.ended(ended.kind, ended.tokens, duration_ns, self._memory.asked)
         if target is None:
             return
-        self._limits = replace(self._limits, batch_tokens_target=target)
+        self._memory.move_target(target)
         implied = self._steering.implied_tokens or target
         self._out.append(TargetMoved(batch_tokens_target=target, implied_tokens=implied))
         self._share_windows(now_ns, always=self._streams.open_streams())
@@ -370,19 +388,19 @@ class Scheduler:
             self._lose_engine(f"the canary failed too: {event.message}", now_ns)
             return
         inputs = sum(len(part.indexes) for part in ended.parts)
-        if event.out_of_memory and inputs > 1:
-            fits = ended.tokens // 2
-            if ended.kind is PassKind.PROBE:
-                # Passes of the target fitted before: only what goes beyond it did not.
-                fits = max(fits, self._limits.batch_tokens_target)
-            self._limits = self._limits.lowered(fits)
-            self._out.append(MaximumLowered(batch_tokens_max=self._limits.batch_tokens_max))
-            self._share_windows(now_ns, always=self._streams.open_streams())
+        if event.out_of_memory and inputs > 1 and ended.cut:
+            # Passes of the target fitted before a probe: only what goes beyond it did not.
+            fitted = self.limits.batch_tokens_target if ended.kind is PassKind.PROBE else 1
+            if self._memory.ran_out(ended.tokens, fitted=fitted):
+                self._out.append(MaximumLowered(batch_tokens_max=self.limits.batch_tokens_max))
+                self._share_windows(now_ns, always=self._streams.open_streams())
         live, expired = self._passes.live(ended.parts, now_ns)
         for part in expired:
             self._fail(part.request, part.indexes, EXPIRED, now_ns)
         if live:
-            self._passes.isolation.raised(live, event.message, alone=inputs == 1)
+            self._passes.isolation.raised(
+                live, event.message, alone=inputs == 1, out_of_memory=event.out_of_memory
+            )
 
     # The engine's life
 
@@ -391,7 +409,7 @@ class Scheduler:
         if self._lifecycle.phase is Phase.STOPPED:
             return
         self._lifecycle.to(Phase.SERVING)
-        self._limits = event.limits
+        self._memory = MemoryRoom(event.limits)
         self._steering.follow(event.follow)
         self._killable = event.killable
         for tokens, duration_ns in event.pass_samples:
@@ -512,7 +530,7 @@ class Scheduler:
     # What streams are told
 
     def _share_windows(self, now_ns: int, always: Sequence[int] = ()) -> None:
-        changed = self._streams.share(self._limits, now_ns, self._steering.window_targets)
+        changed = self._streams.share(self.limits, now_ns, self._steering.window_targets)
         self._say([*always, *(s for s in changed if s not in always)], now_ns)
 
     def _say(self, streams: Sequence[int], now_ns: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from model_server.core.effects import Answer, MaximumLowered, RunPass, TargetMoved
+from model_server.core.effects import Answer, MaximumLowered, MaximumRaised, RunPass, TargetMoved
 from model_server.core.failures import Failure
 from model_server.core.scheduler import Scheduler
 from model_server.server.jobs import Ran
@@ -87,6 +87,11 @@ class Telling:
         self._metrics.maximum_lowered.inc()
         self.limits()
         self._log.warning("maximum lowered", batch_tokens_max=effect.batch_tokens_max)
+
+    def maximum_raised(self, effect: MaximumRaised) -> None:
+        """Memory is thought to have room again."""
+        self.limits()
+        self._log.info("maximum raised", batch_tokens_max=effect.batch_tokens_max)
 
     def target_moved(self, effect: TargetMoved) -> None:
         """The target followed the machine by a step."""

@@ -105,10 +105,10 @@ TABLE: dict[str, Declared] = {
         kind=Counter, why="Steps of the target after the machine: many mean that it is not alone."
     ),
     "model_server_batch_tokens_max": Declared(
-        kind=Gauge, why="The most a pass may have; falls when memory runs out."
+        kind=Gauge, why="The most a pass may have; falls when memory runs out, and comes back."
     ),
     "model_server_maximum_lowered_total": Declared(
-        kind=Counter, why="Passes that did not fit the memory."
+        kind=Counter, why="Times that a pass did not fit the memory and those after it got smaller."
     ),
 }
 

@@ -328,6 +328,8 @@ class ModelServer:
                 self.stop(restart_ns=self.options.load_ns)
             case fx.MaximumLowered():
                 self.kernel.fire("server: maximum lowered")
+            case fx.MaximumRaised():
+                self.kernel.fire("server: maximum raised")
 
     def _close_streams(self, failure: Failure | None) -> None:
         connections, self.connections = self.connections, {}
