@@ -33,7 +33,8 @@ class PassKind(StrEnum):
     ISOLATION = "isolation"
     """A half of a pass that raised."""
     CANARY = "canary"
-    """The canary text alone, to tell a bad input from a broken engine; `parts` is empty."""
+    """The canary text alone, to tell a bad input from a broken engine; `parts` is empty. It is done
+    only if its vector is the one of the engine's start."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -67,11 +67,12 @@ class AnnouncementWritten:
 
 @dataclass(slots=True, kw_only=True)
 class PassDone:
-    """The engine returned the vectors of a pass."""
+    """The engine returned the vectors of a pass; `finite`: at least one of them is."""
 
     pass_id: int
     started_ns: int
     ended_ns: int
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

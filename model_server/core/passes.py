@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from aggregator.core.packing import PackLimits, Room
 from model_server.core.effects import Part, PassKind
-from model_server.core.events import UNARY
+from model_server.core.events import UNARY, PassDone
 from model_server.core.isolation import Isolation
 from model_server.core.limits import Limits
 from model_server.core.queue import WaitingQueue
@@ -51,6 +51,14 @@ class RunningPass:
         return self.kind not in (PassKind.ISOLATION, PassKind.CANARY)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubted:
+    """A pass that gave no finite vector: a sound engine's only if the canary after it is good."""
+
+    ended: RunningPass
+    event: PassDone
+
+
 class Passes:
     """Forms passes out of what waits; `requests` is the scheduler's table of those alive."""
 
@@ -60,6 +68,7 @@ class Passes:
         self._pack = PackLimits(tokens=0, inputs=0, size_bytes=0)
         self.queue = WaitingQueue()
         self.isolation = Isolation()
+        self.doubted: Doubted | None = None
 
     def next(self, limits: Limits, now_ns: int, tokens: int) -> Chosen:
         """Take the next pass out. Isolation goes first: mates of a bad input have waited longest.
@@ -68,7 +77,7 @@ class Passes:
         Waiting inputs that have expired must have been taken out before; halves are checked here.
         """
         chosen = Chosen()
-        if self.isolation.suspect is not None:
+        if self.isolation.suspect is not None or self.doubted is not None:
             chosen.kind = PassKind.CANARY
         else:
             self._half(chosen, limits, now_ns)
@@ -129,6 +138,11 @@ class Passes:
                 live.append(Part(request=part.request, indexes=left))
         return live, expired
 
+    def undecided(self) -> list[Part]:
+        """Everything that was taken into a pass that is over and is still to be answered."""
+        doubted = self.doubted.ended.parts if self.doubted is not None else ()
+        return [*doubted, *self.isolation.parts()]
+
     def announced(self, parts: Sequence[Part]) -> tuple[dict[int, list[int]], int | None]:
         """The request ids that each stream has in a pass, and the one that is to be told first."""
         running: dict[int, list[int]] = {}
@@ -147,3 +161,4 @@ class Passes:
         """Everything held has been answered otherwise."""
         self.queue.clear()
         self.isolation.clear()
+        self.doubted = None

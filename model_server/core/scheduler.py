@@ -64,7 +64,7 @@ from model_server.core.lifecycle import Lifecycle, Phase
 from model_server.core.limits import Limits
 from model_server.core.memory import MemoryRoom
 from model_server.core.pass_times import PassTimes
-from model_server.core.passes import Passes, RunningPass
+from model_server.core.passes import Doubted, Passes, RunningPass
 from model_server.core.requests import Request
 from model_server.core.restarts import IN_A_ROW_MAX, Restarts
 from model_server.core.steering import Steering
@@ -331,9 +331,19 @@ class Scheduler:
         ended = self._ended(event.pass_id)
         if ended is None:
             return
-        if ended.kind is PassKind.CANARY:
+        doubted = self._passes.doubted
+        if ended.kind is PassKind.CANARY and doubted is not None:
+            self._passes.doubted = None
+            self._answer(doubted.ended, doubted.event, now_ns)
+        elif ended.kind is PassKind.CANARY:
             self._convict(now_ns)
-            return
+        elif event.finite:
+            self._answer(ended, event, now_ns)
+        else:
+            # A broken engine's vectors are no fault of the inputs: the canary is to say.
+            self._passes.doubted = Doubted(ended=ended, event=event)
+
+    def _answer(self, ended: RunningPass, event: PassDone, now_ns: int) -> None:
         self._restarts.good_pass()
         if ended.cut and self._memory.good_pass():
             self._raised_maximum(now_ns)
@@ -444,7 +454,7 @@ class Scheduler:
             failure = in_pass if running.started else rest
             for part in running.parts:
                 self._fail(part.request, part.indexes, failure, now_ns)
-        for part in self._passes.isolation.parts():
+        for part in self._passes.undecided():
             self._fail(part.request, part.indexes, rest, now_ns)
         for request in list(self._requests.values()):
             waiting = request.waiting[request.position :]

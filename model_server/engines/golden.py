@@ -69,6 +69,18 @@ def golden_tokens(engine: Engine) -> list[Tokens]:
     return tokens
 
 
+def cosine_bound(engine: Engine, cosine_min: float | None) -> float:
+    """The cosine from which vectors agree: `cosine_min`, or that of the engine's precision.
+
+    Raises:
+        ValueError: neither is known.
+    """
+    bound = cosine_min if cosine_min is not None else COSINE_MIN.get(engine.info.precision)
+    if bound is None:
+        raise ValueError(f"precision {engine.info.precision!r} needs golden_cosine_min")
+    return bound
+
+
 def check_golden(
     engine: Engine,
     cache_dir: Path | None = None,
@@ -87,9 +99,7 @@ def check_golden(
         GoldenMismatchError: they disagree, or can't be compared.
         ValueError: no bound is known for the engine's precision.
     """
-    bound = cosine_min if cosine_min is not None else COSINE_MIN.get(engine.info.precision)
-    if bound is None:
-        raise ValueError(f"precision {engine.info.precision!r} needs golden_cosine_min")
+    bound = cosine_bound(engine, cosine_min)
     tokens = golden_tokens(engine)
     path = None if cache_dir is None else cache_dir / f"golden-{engine.info.revision}.json"
     reference = None if path is None else _read_reference(path, tokens, engine.info.dimensions)

@@ -28,6 +28,8 @@ class Ran:
     vectors: Vectors
     started_ns: int
     ended_ns: int
+    finite: bool
+    """At least one of the vectors is."""
     passes: Sequence[EnginePass] | None = None
     """As an engine with a process of its own counted them; None: it ran here, as one."""
 
@@ -58,7 +60,13 @@ def embed(engine: Engine, inputs: Sequence[Tokens]) -> Ran:
             f"the engine returned {vectors.dtype} of shape {vectors.shape}, not float32 {expected}"
         )
     passes = engine.passes if isinstance(engine, SeparateEngine) else None
-    return Ran(vectors=vectors, started_ns=started_ns, ended_ns=ended_ns, passes=passes)
+    return Ran(
+        vectors=vectors,
+        started_ns=started_ns,
+        ended_ns=ended_ns,
+        finite=any(np.isfinite(row).all() for row in vectors),
+        passes=passes,
+    )
 
 
 def tokenize(engine: Engine, columns: Columns) -> None:

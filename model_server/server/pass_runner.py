@@ -2,8 +2,9 @@
 
 Knows a pass from its order until its answers are sent, or until it is given up with its engine.
 Invariants: what the engine returns for a pass that was given up goes nowhere; vectors that are not
-of the shape they must have make their pass one that raised. What runs, and who is answered, is the
-scheduler's.
+of the shape they must have make their pass one that raised; those of a pass wait here while the
+scheduler has the canary say whether they are the engine's fault. What runs, and who is answered, is
+the scheduler's.
 """
 
 from __future__ import annotations
@@ -60,12 +61,10 @@ class PassRunner:
         if started is None:
             raise RuntimeError("a pass without an engine")
         inputs = [tokens for part in effect.parts for tokens in self._tokens_of(part)]
-        if effect.kind is PassKind.CANARY:
-            inputs = [started.canary]
         self._passes[effect.pass_id] = _Running(effect=effect, inputs=len(inputs))
-        engine = started.engine
+        engine, canary = started.engine, started.canary
         self._engine.submit(
-            lambda: embed(engine, inputs),
+            lambda: canary.run(engine) if effect.kind is PassKind.CANARY else embed(engine, inputs),
             lambda result, error: self._ran(effect.pass_id, result, error),
         )
 
@@ -78,11 +77,18 @@ class PassRunner:
         running = self._passes.get(pass_id)
         if running is None:
             return  # given up
+        if error is not None or running.effect.kind is PassKind.CANARY:
+            del self._passes[pass_id]  # no answer follows
         if error is None:
             self._telling.pass_done(running.effect)
             running.ran = result
             self._feed(
-                PassDone(pass_id=pass_id, started_ns=result.started_ns, ended_ns=result.ended_ns)
+                PassDone(
+                    pass_id=pass_id,
+                    started_ns=result.started_ns,
+                    ended_ns=result.ended_ns,
+                    finite=result.finite,
+                )
             )
         else:
             message = f"{type(error).__name__}: {error}"
@@ -97,11 +103,10 @@ class PassRunner:
                     out_of_memory=isinstance(error, EngineOutOfMemoryError),
                 )
             )
-        self._passes.pop(pass_id, None)
 
     def answer(self, effect: Answer) -> None:
         """Send the vectors of a pass that has run."""
-        running, started = self._passes[effect.pass_id], self._engine.current
+        running, started = self._passes.pop(effect.pass_id), self._engine.current
         ran = running.ran
         if ran is None or started is None:
             raise RuntimeError("an answer without vectors")

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from model_server.core.limits import Limits
 from model_server.core.saturation import TargetSource
 from model_server.engines.base import Engine, EngineOutOfMemoryError, Text, Tokens
-from model_server.engines.golden import GOLDEN_TEXTS, check_golden
+from model_server.engines.golden import GOLDEN_TEXTS, check_golden, cosine_bound
+from model_server.server.canary import Canary, make_canary
+from model_server.server.jobs import embed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +74,7 @@ class Started:
     """An engine that may serve."""
 
     engine: Engine
-    canary: Tokens
+    canary: Canary
     limits: Limits
     pass_samples: Sequence[tuple[int, int]]
     """(tokens, nanoseconds) of the warm-up passes."""
@@ -108,8 +110,11 @@ def start_engine(load: Callable[[], Engine], options: StartOptions, log: Logger)
             )
         found = options.finder.find(engine) if options.finder is not None else None
         limits = options.limits(engine.info.input_tokens_max, found.tokens if found else None)
-        canary = _tokens(engine, GOLDEN_TEXTS[0])
-        limits, samples = _warm_up(engine, canary, limits, log)
+        first = _tokens(engine, GOLDEN_TEXTS[0])
+        limits, samples = _warm_up(engine, first, limits, log)
+        ran = embed(engine, [first])
+        samples.append((len(first.ids), ran.ended_ns - ran.started_ns))
+        canary = make_canary(first, ran, cosine_bound(engine, options.golden_cosine_min))
     except BaseException:
         engine.close()
         raise
@@ -131,16 +136,16 @@ def _tokens(engine: Engine, text: str) -> Tokens:
 
 
 def _warm_up(
-    engine: Engine, canary: Tokens, limits: Limits, log: Logger
+    engine: Engine, small: Tokens, limits: Limits, log: Logger
 ) -> tuple[Limits, list[tuple[int, int]]]:
     """A pass at the maximum must succeed; where memory says no, the maximum is halved.
 
-    Passes of the target and of one small input follow, so that pass times are known at once.
+    A pass of the target follows, and the canary's, so that pass times are known at once.
     """
     longest = _tokens(engine, _WARM_UP_TEXT * limits.input_tokens_max)
     while True:
         try:
-            samples = [_timed(engine, _filled(longest, canary, limits.batch_tokens_max, limits))]
+            samples = [_timed(engine, _filled(longest, small, limits.batch_tokens_max, limits))]
             break
         except EngineOutOfMemoryError as error:
             lowered = limits.lowered(limits.batch_tokens_max // 2)
@@ -152,17 +157,16 @@ def _warm_up(
                 reason=str(error),
             )
             limits = lowered
-    samples.append(_timed(engine, _filled(longest, canary, limits.batch_tokens_target, limits)))
-    samples.append(_timed(engine, [canary]))
+    samples.append(_timed(engine, _filled(longest, small, limits.batch_tokens_target, limits)))
     return limits, samples
 
 
-def _filled(longest: Tokens, canary: Tokens, tokens: int, limits: Limits) -> list[Tokens]:
+def _filled(longest: Tokens, small: Tokens, tokens: int, limits: Limits) -> list[Tokens]:
     """Inputs of so many tokens or a few less: the longest there are, then small ones."""
     count = min(tokens // len(longest.ids), limits.inputs_max)
     rest = tokens - count * len(longest.ids)
-    small = min(rest // len(canary.ids), limits.inputs_max - count)
-    return [longest] * count + [canary] * small or [canary]
+    others = min(rest // len(small.ids), limits.inputs_max - count)
+    return [longest] * count + [small] * others or [small]
 
 
 def _timed(engine: Engine, inputs: Sequence[Tokens]) -> tuple[int, int]:

@@ -146,15 +146,19 @@ class SchedulerWorld:
         self.announced.add(pass_id)
         self.feed(ev.AnnouncementWritten(pass_id=pass_id))
 
-    def done(self, duration_ms: float = 15) -> ef.RunPass:
+    def done(self, duration_ms: float = 15, *, finite: bool = True) -> ef.RunPass:
         """The running pass ends well; returns it."""
-        return self.done_at(self.now_ns, self.now_ns + int(duration_ms * MS))
+        return self.done_at(self.now_ns, self.now_ns + int(duration_ms * MS), finite=finite)
 
-    def done_at(self, started_ns: int, ended_ns: int) -> ef.RunPass:
+    def done_at(self, started_ns: int, ended_ns: int, *, finite: bool = True) -> ef.RunPass:
         """The same at given times."""
         running = self.started()
         self.now_ns = ended_ns
-        self.feed(ev.PassDone(pass_id=running.pass_id, started_ns=started_ns, ended_ns=ended_ns))
+        self.feed(
+            ev.PassDone(
+                pass_id=running.pass_id, started_ns=started_ns, ended_ns=ended_ns, finite=finite
+            )
+        )
         return running
 
     def raised(self, message: str = "boom", *, out_of_memory: bool = False) -> ef.RunPass:

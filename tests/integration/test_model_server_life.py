@@ -6,16 +6,19 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from model_server.core.lifecycle import Phase
 from model_server.core.saturation import Measured
+from model_server.engines.base import EngineError, Tokens, Vectors
 from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
 from model_server.profiling.store import profile_key, save_profile
 from model_server.server.process import ServeError
@@ -56,6 +59,40 @@ async def test_a_vector_that_is_not_finite_fails_alone(stream: Stream) -> None:
     assert [error.index for error in answer.errors] == [1]
     assert reasons(answer.errors[0].status)[0] == "NOT_FINITE"
     assert list(answer.groups[0].indexes) == [0, 2]
+
+
+async def test_nobody_is_blamed_for_an_engine_that_gives_no_finite_vector(
+    server: Running, channel: grpc.aio.Channel, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = server.engine
+    monkeypatch.setattr(broken, "embed", lambda inputs: np.full((len(inputs), 384), np.nan, "<f4"))
+    request_id = await stream.send("a", "b", "c")
+    answers = (await stream.answers(request_id))[request_id]
+    assert {reasons(e.status)[0] for answer in answers for e in answer.errors} == {"NOT_STARTED"}
+    await eventually(lambda: server.engine is not broken)
+    await server.until(Phase.SERVING)
+    async with Stream(channel) as again:
+        (answer,) = (await again.answers(await again.send("a"))).values()
+        assert answer[0].groups
+
+
+@pytest.mark.parametrize("value", [np.nan, 0.5])
+async def test_a_canary_with_another_vector_than_at_the_start_convicts_nobody(
+    server: Running, stream: Stream, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    broken = server.engine
+
+    def embed(inputs: Sequence[Tokens]) -> Vectors:
+        if len(inputs[0].ids) > 3:
+            raise EngineError("it is broken")
+        return np.full((len(inputs), 384), value, dtype=np.float32)
+
+    monkeypatch.setattr(broken, "embed", embed)
+    request_id = await stream.send("a text of many more words")
+    answers = (await stream.answers(request_id))[request_id]
+    assert [reasons(e.status)[0] for e in answers[0].errors] == ["NOT_STARTED"]
+    await eventually(lambda: server.engine is not broken)
+    await server.until(Phase.SERVING)
 
 
 async def test_a_pass_with_a_row_too_few_is_one_that_failed(stream: Stream) -> None:

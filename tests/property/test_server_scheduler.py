@@ -100,9 +100,10 @@ class Scheduling(RuleBasedStateMachine):
             self.world.cancel(data.draw(st.sampled_from(open_calls)))
 
     @precondition(lambda self: self.running)
-    @rule(ms=st.sampled_from([0.1, 15, 30]))
-    def pass_done(self, ms: float) -> None:
-        self.world.done(duration_ms=ms)
+    @rule(ms=st.sampled_from([0.1, 15, 30]), finite=st.sampled_from([True, True, False]))
+    def pass_done(self, ms: float, finite: bool) -> None:
+        canary = self.world.started().kind is ef.PassKind.CANARY
+        self.world.done(duration_ms=ms, finite=finite or canary)
 
     @precondition(lambda self: self.running)
     @rule(out_of_memory=st.sampled_from([False, False, True]))

@@ -392,12 +392,19 @@ class ModelServer:
         elif effect.parts and self._happens("pass stuck"):
             return
         else:
-            kernel.after(busy_ns, self.owner, "pass done", lambda: self._done(effect, started_ns))
+            finite = marks != {NOT_FINITE}
+            done = partial(self._done, effect, started_ns, finite=finite)
+            kernel.after(busy_ns, self.owner, "pass done", done)
 
-    def _done(self, effect: fx.RunPass, started_ns: int) -> None:
+    def _done(self, effect: fx.RunPass, started_ns: int, *, finite: bool) -> None:
         self._running = None
-        ended_ns = self.owner.monotonic_ns()
-        self._handle(ev.PassDone(pass_id=effect.pass_id, started_ns=started_ns, ended_ns=ended_ns))
+        event = ev.PassDone(
+            pass_id=effect.pass_id,
+            started_ns=started_ns,
+            ended_ns=self.owner.monotonic_ns(),
+            finite=finite,
+        )
+        self._handle(event)
 
     def _raise(self, effect: fx.RunPass, busy_ns: int, *, out_of_memory: bool = False) -> None:
         event = ev.PassRaised(pass_id=effect.pass_id, message="boom", out_of_memory=out_of_memory)

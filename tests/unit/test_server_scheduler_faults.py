@@ -114,6 +114,63 @@ def test_a_cancelled_request_is_not_rerun(world: SchedulerWorld) -> None:
     assert world.outcome(stays) == ["ENGINE_FAILED_ALONE"]
 
 
+# Vectors that are not finite
+
+
+def test_a_pass_without_a_finite_vector_is_answered_after_a_good_canary(
+    world: SchedulerWorld,
+) -> None:
+    key = world.send([10, 10])
+    waiting = world.send([20])
+    world.done(finite=False)
+    assert world.started().kind is ef.PassKind.CANARY
+    assert world.outcome(key) == [None, None]
+    world.done()
+    assert world.outcome(key) == ["vector", "vector"]
+    assert world.inputs() == [(waiting, 0)]
+
+
+@pytest.mark.parametrize("how", ["raised", "died"])
+def test_nobody_is_blamed_for_the_vectors_of_a_broken_engine(
+    world: SchedulerWorld, how: str
+) -> None:
+    key = world.send([10, 10])
+    partly = world.send([90, 20])
+    world.done(finite=False)
+    if how == "raised":
+        world.raised("its vector is not finite")
+    else:
+        world.died()
+    assert world.outcome(key) == world.outcome(partly) == ["NOT_STARTED"] * 2
+    assert not world.ever(ef.Answer)
+    assert world.scheduler.phase is Phase.RESTARTING
+    world.feed(ev.EngineReady(limits=world.limits))
+    again = world.send([1])
+    assert world.inputs() == [(again, 0)]
+    world.done()
+
+
+def test_an_engine_whose_vectors_are_doubted_has_had_no_good_pass(world: SchedulerWorld) -> None:
+    for _ in range(IN_A_ROW_MAX + 1):
+        world.send([1])
+        world.done(finite=False)
+        world.raised("its vector is not finite")
+        for restart in world.of(ef.RestartEngine):
+            world.now_ns += restart.delay_ns
+            world.feed(ev.EngineReady(limits=world.limits))
+    assert world.scheduler.phase is Phase.STOPPED
+
+
+def test_doubted_vectors_of_a_request_that_is_gone_are_no_matter(world: SchedulerWorld) -> None:
+    key = world.send([10], stream=ev.UNARY)
+    world.done(finite=False)
+    world.cancel(key)
+    world.feed(ev.DrainRequested())
+    assert not world.of(ef.Halt)
+    world.done()
+    assert world.of(ef.Halt)[0].message is None
+
+
 # Memory
 
 

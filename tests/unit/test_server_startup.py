@@ -62,7 +62,7 @@ def test_the_warm_up_pass_has_the_maximum(input_tokens_max: int, maximum: int) -
     assert started.limits.batch_tokens_max == maximum
     warm_up = [tokens for tokens, _ in started.pass_samples]
     assert warm_up == engine.pass_tokens[-3:]
-    assert maximum - len(started.canary.ids) < warm_up[0] <= maximum
+    assert maximum - len(started.canary.tokens.ids) < warm_up[0] <= maximum
 
 
 def test_the_warm_up_keeps_to_the_maximum_of_inputs() -> None:
