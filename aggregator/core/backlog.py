@@ -161,9 +161,12 @@ class Backlog:
 
         `estimate` is called on those that are looked at, `chunk` at a time, so that they carry the
         newest calibration. Those looked at and not taken stay where they were, marked as passed
-        over if one behind them was taken.
+        over if one behind them was taken. What the packer holds already did not come from the line,
+        and neither did what it has skipped.
         """
         line = self._line
+        packer.forget_skipped()
+        before = len(packer.taken)
         untouched: list[Query] = []
         while line:
             head = [line.popleft() for _ in range(min(chunk, len(line)))]
@@ -179,7 +182,7 @@ class Backlog:
         for query in packer.skipped[: packer.overtaken]:
             query.passed_over = True
         line.extendleft(reversed(packer.skipped))
-        taken = packer.taken
+        taken = packer.taken[before:]
         self._units -= sum([query.estimate_raw for query in taken]) + 2 * len(taken)
 
     def _set_expired_aside(self, head: list[Query], now_ns: int) -> list[Query]:

@@ -323,7 +323,6 @@ class Dispatcher:
             self.calibration.estimate(again)
             packer.feed(again)
             backlog.drop_retries(packer.taken)
-            packer.forget_skipped()
         if not packer.full:
             chunk = int(offer.tokens / max(self._tokens_per_query, 1.0)) + 16
             backlog.take(packer, self.calibration.estimate, now_ns, chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -30,26 +30,30 @@ class Model:
         """By offset: ids of objects come again."""
 
     def take(
-        self, tokens: int, inputs: int, look_ahead: int, now_ns: int
+        self, tokens: int, inputs: int, look_ahead: int, now_ns: int, held: Sequence[Query] = ()
     ) -> tuple[list[Query], list[Query]]:
-        """The claim, and those it overtook."""
+        """What a claim that holds some already takes, and those it overtook."""
         taken: list[Query] = []
         skipped: list[Query] = []
         overtaken: list[Query] = []
         for query in self.line:
             if 0 < query.deadline_ns <= now_ns:
                 continue
-            used = sum(each.estimate_raw + 2 for each in taken)
-            fits = used + query.estimate_raw + 2 <= tokens and len(taken) < inputs
-            if not taken or fits:
+            used, count = units_of([*held, *taken]), len(held) + len(taken)
+            fits = used + query.estimate_raw + 2 <= tokens and count < inputs
+            if not count or fits:
                 taken.append(query)
                 overtaken = list(skipped)
             else:
                 looked_at = len(skipped) + len(taken_after(skipped, taken))
-                if query.offset in self.passed or len(taken) >= inputs or looked_at >= look_ahead:
+                if query.offset in self.passed or count >= inputs or looked_at >= look_ahead:
                     break
                 skipped.append(query)
         return taken, overtaken
+
+
+def units_of(queries: Iterable[Query]) -> int:
+    return sum(query.estimate_raw + 2 for query in queries)
 
 
 def taken_after(skipped: list[Query], taken: list[Query]) -> list[Query]:
@@ -94,10 +98,41 @@ class BacklogMachine(RuleBasedStateMachine):
         packer: Packer[Query] = Packer(
             PackLimits(tokens=tokens, inputs=inputs, size_bytes=1 << 30), look_ahead=look_ahead
         )
-        expected, overtaken = self.model.take(tokens, inputs, look_ahead, self.now_ns)
+        self.fill_from_line(packer, tokens, inputs, look_ahead, chunk)
+
+    @precondition(lambda self: self.delayed)
+    @rule(
+        tokens=st.integers(60, 300),
+        inputs=st.integers(1, 40),
+        look_ahead=st.integers(0, 8),
+        chunk=st.integers(1, 20),
+        server=st.sampled_from(["a", "b"]),
+    )
+    def take_behind_retries(
+        self, tokens: int, inputs: int, look_ahead: int, chunk: int, server: str
+    ) -> None:
+        """Retries are in the packer before the line is."""
+        packer: Packer[Query] = Packer(
+            PackLimits(tokens=tokens, inputs=inputs, size_bytes=1 << 30), look_ahead=look_ahead
+        )
+        due = [r.query for r in self.backlog.due(self.now_ns, server, any_server=False, lone=False)]
+        as_raw(due)
+        packer.feed(due)
+        self.backlog.drop_retries(packer.taken)
+        gone = set(map(id, packer.taken))
+        self.delayed = [q for q in self.delayed if id(q) not in gone]
+        self.out += packer.taken
+        if not packer.full:
+            self.fill_from_line(packer, tokens, inputs, look_ahead, chunk)
+
+    def fill_from_line(
+        self, packer: Packer[Query], tokens: int, inputs: int, look_ahead: int, chunk: int
+    ) -> None:
+        held = list(packer.taken)
+        expected, overtaken = self.model.take(tokens, inputs, look_ahead, self.now_ns, held)
         self.backlog.take(packer, as_raw, self.now_ns, chunk)
-        assert [q.offset for q in packer.taken] == [q.offset for q in expected]
-        assert sum(q.estimate for q in expected) <= tokens or len(expected) == 1
+        assert [q.offset for q in packer.taken] == [q.offset for q in [*held, *expected]]
+        assert sum(q.estimate for q in packer.taken) <= tokens or len(packer.taken) == 1
         for query in overtaken:
             assert query.offset not in self.model.passed, "overtaken twice"
             assert query.passed_over
@@ -163,6 +198,11 @@ class BacklogMachine(RuleBasedStateMachine):
     def nothing_is_lost_or_doubled(self) -> None:
         if hasattr(self, "backlog"):
             assert len(self.backlog) == len(self.model.line) + len(self.delayed)
+
+    @invariant()
+    def the_line_is_as_large_as_what_is_in_it(self) -> None:
+        if hasattr(self, "backlog"):
+            assert self.backlog.line_units == units_of(self.backlog._line)
 
     def teardown(self) -> None:
         """After enough time all that has a deadline expires, and the rest can be taken."""

@@ -98,6 +98,26 @@ def test_full_claims_go_ahead_of_time_while_the_window_has_room() -> None:
     assert bench.core.waiting == 15
 
 
+def test_retries_leave_the_line_as_large_as_it_is() -> None:
+    bench = Bench()
+    bench.says("a")
+    bench.says("b")
+    for round_ in range(5):
+        sent = bench.admit(*make_queries(8, start=8 * round_))
+        while sent:
+            for claim in sent:
+                first = claim.queries[0].attempts == 0
+                errors = [(i, ODD) for i in range(len(claim.queries))] if first else []
+                bench.answer(claim, errors=errors)
+            sent = [claim for server in "ab" for claim in bench.says(server)] + bench.tick(1000)
+    assert bench.core.waiting == 0
+    assert bench.core.waiting_tokens == 0
+    bench.says("a", busy_ms=60)
+    bench.says("b", busy_ms=60)
+    sent = bench.admit(*make_queries(35, start=1000))
+    assert [len(claim.queries) for claim in sent] == [10, 10, 10], "ahead of time, as ever"
+
+
 def test_no_claim_goes_above_target_window_or_inputs() -> None:
     bench = Bench()
     bench.says(limits=make_limits(window=60))
