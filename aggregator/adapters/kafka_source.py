@@ -217,6 +217,11 @@ class KafkaSource:
 
     # From any thread -----------------------------------------------------------------------------
 
+    @property
+    def held(self) -> int:
+        """Partitions of ours that are not read: where the group stopped is not told yet."""
+        return len(self._held)
+
     def start(self) -> None:
         """Start the thread, which joins the group."""
         self._thread.start()

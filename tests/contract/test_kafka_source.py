@@ -481,10 +481,13 @@ def test_a_coordinator_that_refuses_holds_nothing_up(
     world.mock.push_errors(OFFSET_FETCH_API, [NOT_COORDINATOR] * 20)
     source, told = world.source(topic, take_assigned_at_once=False)
     told.wait(lambda: told.of(PartitionsAssigned))
+    assert isinstance(source, KafkaSource)
+    assert source.held == 2
     source.pause([(topic, 0)])  # held, as both are
     source.resume([(topic, 1)])  # as before, however often
     source.taken()
     told.wait(lambda: len(told.records) == 4)
+    assert source.held == 0
     assert told.offsets((topic, 1)) == [2, 3, 4, 5]
     told.wait(lambda: [fatal for message, fatal in told.faults if "wait: " in message] == [False])
     source.resume([(topic, 0)])
