@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 CONNECT_TIMEOUT_S = 5.0
+ENDED_IN_ORDER = "the server ended the stream"
+"""With the status OK: it says so when it is stopped, not when it or the way to it broke."""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 10.0
@@ -130,7 +132,8 @@ class ServerStream:
         self.opened = 0
         """Streams that became ready."""
         self.failed = 0
-        """Attempts that failed, and streams that broke."""
+        """Attempts that failed, and streams that broke; not those that the server ended in order.
+        """
         self._authority = authority
         self._options = options
         self._emit = emit
@@ -213,7 +216,7 @@ class ServerStream:
                 raise asyncio.CancelledError
             if self.opened > opened:
                 backoff_s = BACKOFF_S_MIN
-            self.failed += 1
+            self.failed += message != ENDED_IN_ORDER
             self._no_stream(message, claims_lost=len(self._claims))
             self._report_end(message)
             self._on_ended()
@@ -289,7 +292,7 @@ class ServerStream:
         while isinstance(response, pb.EmbedStreamResponse):
             self._emit(self._events_of(response))
             response = await call.read()
-        return "the server ended the stream"
+        return ENDED_IN_ORDER
 
     def _events_of(self, response: pb.EmbedStreamResponse) -> list[Event]:
         """What a message says, the answer first: it frees the room that the state tells of."""

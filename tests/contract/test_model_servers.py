@@ -318,6 +318,7 @@ async def test_a_cut_stream_loses_its_claims_and_is_opened_again(
     await client.until(lambda: len(client.of(ClaimLost)) == 1)
     (lost,) = client.of(ClaimLost)
     assert (lost.loss, lost.message) == (Loss.UNKNOWN, "silent for 15 s")
+    assert client.servers.failed == 1
     await client.until(lambda: server.streams_opened == 2)
     await client.ready()
     assert server.streams_open == 1
@@ -371,6 +372,7 @@ async def test_draining_servers_answer_what_they_hold_and_end(
     await client.until(lambda: client.of(ServerChanged)[-1].phase is ServerPhase.DOWN)
     assert client.of(ClaimAnswered)[0].answer.refused is not None
     assert client.of(ClaimLost) == []
+    assert client.servers.failed == 0
 
 
 async def test_health_counts_while_the_stream_is_open(
