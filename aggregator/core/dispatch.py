@@ -113,6 +113,15 @@ class Dispatcher:
         return self._waiting.backlog.line_units * self.calibration.tokens_per_unit
 
     @property
+    def in_flight(self) -> int:
+        """Queries in claims that have neither an answer nor an end."""
+        return sum(
+            len(claim.unanswered())
+            for server in self._servers.values()
+            for claim in server.claims.values()
+        )
+
+    @property
     def retried(self) -> int:
         """Queries put back so far."""
         return self._waiting.retried
@@ -193,10 +202,7 @@ class Dispatcher:
         """The first seen holds, unless one is pinned."""
         if self._revision is None:
             self._revision = revision
-        if self._revision == revision:
-            return True
-        self.counters.revision_mismatches += 1
-        return False
+        return self._revision == revision
 
     def _adopt_target(self, limits: ServerLimits) -> None:
         self.calibration.claim_tokens = float(limits.batch_tokens_target)
@@ -343,10 +349,6 @@ class Dispatcher:
         )
         if group is not None:
             self._waiting.sent(claim, group)
-            self.counters.claims_exclusive += 1
-        self.counters.claims += 1
-        self.counters.claimed_queries += len(queries)
-        self.counters.claimed_tokens_estimated += claim.estimate
         return Dispatch(
             claim_id=claim.claim_id,
             model=self._options.model,

@@ -38,6 +38,18 @@ class Cancel:
     message: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard:
+    """A message about this claim failed a check: note it as badly answered.
+
+    Nothing of that message is used; what it had left unanswered is retried, and what still comes
+    about it is ignored.
+    """
+
+    claim_id: int
+    message: str
+
+
 class Form(IntEnum):
     """The forms of a record to write, each smaller than the one before."""
 
@@ -179,6 +191,7 @@ class Halt:
 Effect = (
     Dispatch
     | Cancel
+    | Discard
     | Write
     | Commit
     | CommitTransaction

@@ -26,6 +26,7 @@ from aggregator.core.commits import Commits
 from aggregator.core.delivery import Delivery
 from aggregator.core.dispatch import Dispatcher, DispatchOptions
 from aggregator.core.effects import (
+    Discard,
     Dispatch,
     Effect,
     Halt,
@@ -239,6 +240,9 @@ class Aggregator:
         self._touched.add(event.model)
         for rows in answered.vectors:
             self._delivery.vectors(rows)
+        if answered.fault is not None:
+            discard = Discard(claim_id=event.answer.claim_id, message=answered.fault)
+            self._effects.append(discard)
         self._fail_all(answered.ended)
 
     def _claim_lost(self, event: ev.ClaimLost, now_ns: int) -> None:

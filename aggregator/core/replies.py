@@ -34,28 +34,23 @@ class Answered:
     """What one answer, or one loss, settled.
 
     `late`: its deadline has passed, so it is not retried; which failure that is depends on whether
-    any server is ready, which is not known here.
+    any server is ready, which is not known here. `fault`: why the answer was bad.
     """
 
     vectors: list[VectorRows] = field(default_factory=list)
     ended: list[Query] = field(default_factory=list)
     late: list[Query] = field(default_factory=list)
+    fault: str | None = None
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened so far, for metrics."""
+    """What happened so far that no effect shows, for metrics."""
 
-    claims: int = 0
-    claims_exclusive: int = 0
-    claims_lost: int = 0
-    claims_refused: int = 0
-    claimed_queries: int = 0
-    claimed_tokens_estimated: float = 0.0
     answered_tokens: int = 0
-    bad_answers: int = 0
+    """Exact, of the vectors that came."""
     late_answers: int = 0
-    revision_mismatches: int = 0
+    """Messages about claims that were given up before."""
     streams_cancelled: int = 0
 
 
@@ -92,7 +87,6 @@ class Replies:
     def lost(self, server: Server, claim: Claim, loss: Loss, now_ns: int) -> Answered:
         """The claim gets no further answer."""
         result = Answered()
-        self._counters.claims_lost += 1
         if loss is Loss.UNKNOWN or server.phase is ServerPhase.READY:
             server.stream_failed(now_ns)
         if not claim.discarded:
@@ -223,7 +217,6 @@ class Replies:
         self, server: Server, claim: Claim, failure: Failure, now_ns: int, result: Answered
     ) -> None:
         """None of its inputs has run or will."""
-        self._counters.claims_refused += 1
         queries = claim.unanswered()
         if failure.code is Code.RESOURCE_EXHAUSTED:
             server.hold(now_ns + _hold_ns(failure))
@@ -240,9 +233,9 @@ class Replies:
         self, server: Server, claim: Claim, fault: str, now_ns: int, result: Answered
     ) -> None:
         """Discard the request: what is unanswered is retried, what still comes is ignored."""
-        self._counters.bad_answers += 1
         server.failed(now_ns)
         claim.discarded = True
+        result.fault = fault
         for query in claim.unanswered():
             stopped, why = self._waiting.bad_answer(query, claim, fault, now_ns)
             if why is None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aggregator.core.effects import Dispatch, VectorRows
+from aggregator.core.effects import Discard, Dispatch
 from aggregator.core.events import ClaimAnswered, ClaimLost, ServerChanged
+from aggregator.core.query import Answer
 from aggregator.telemetry import metrics as m
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class _Open:
     queue_us: int = 0
     messages: int = 0
     errors: int = 0
-    bad: bool = False
+    fault: str | None = None
+    """What was wrong with the message that it was discarded for."""
 
 
 class ClaimLog:
@@ -60,46 +62,50 @@ class ClaimLog:
             (now_ns - oldest_ns) / 1e6,
         )
 
+    def discarded(self, discard: Discard, _now_ns: int) -> None:
+        """A message about a claim was bad; this comes before the message itself."""
+        claim = self._open.get(discard.claim_id)
+        if claim is not None:
+            claim.fault = discard.message
+
     def answered(self, event: ClaimAnswered, now_ns: int) -> None:
         """A message about a claim came."""
         answer = event.answer
         claim = self._open.get(answer.claim_id)
         if claim is None:
             return
-        for group in answer.groups:
-            claim.tokens += sum(group.tokens)
         claim.messages += 1
+        if claim.fault is None:
+            self._take_in(claim, answer, now_ns)
+        if not answer.last:
+            return
+        if claim.fault is not None:
+            self._end(claim, "bad_answer", now_ns, claim.fault)
+        elif answer.refused is not None:
+            self._end(claim, "refused", now_ns, answer.refused.message)
+        else:
+            self._end(claim, "answered", now_ns, None)
+
+    def _take_in(self, claim: _Open, answer: Answer, now_ns: int) -> None:
         claim.errors += len(answer.errors)
         claim.inference_us += answer.inference_us
         claim.queue_us = max(claim.queue_us, answer.queue_us)
-        claim.bad = claim.bad or answer.fault is not None
-        if answer.groups:
-            self._metrics.observe(
-                m.INFERENCE_SECONDS, [answer.inference_us / 1e6], claim.dispatch.model
-            )
-        if not answer.last:
+        if not answer.groups:
             return
-        if answer.refused is not None:
-            self._end(claim, "refused", now_ns, answer.refused.message)
-        elif claim.bad:
-            self._end(claim, "bad_answer", now_ns, answer.fault or "an earlier message was bad")
-        else:
-            self._end(claim, "answered", now_ns, None)
+        metrics, model = self._metrics, claim.dispatch.model
+        metrics.observe(m.INFERENCE_SECONDS, [answer.inference_us / 1e6], model)
+        queries = claim.dispatch.queries
+        passed_ns = now_ns - answer.inference_us * 1000
+        for group in answer.groups:
+            claim.tokens += sum(group.tokens)
+            waits = [(passed_ns - queries[i].arrived_ns) * 1e-9 for i in group.indexes]
+            metrics.observe(m.QUEUE_SECONDS, waits, model)
 
     def lost(self, event: ClaimLost, now_ns: int) -> None:
         """A claim gets no further answer."""
         claim = self._open.get(event.claim_id)
         if claim is not None:
             self._end(claim, "lost", now_ns, f"{event.loss}: {event.message}")
-
-    def vectors(self, rows: VectorRows) -> None:
-        """Vectors came for these queries: how long did they wait for their pass?"""
-        passed_ns = rows.answered_ns - rows.inference_us * 1000
-        self._metrics.observe(
-            m.QUEUE_SECONDS,
-            [(passed_ns - query.arrived_ns) * 1e-9 for query in rows.queries],
-            rows.queries[0].model,
-        )
 
     def _end(self, claim: _Open, outcome: str, now_ns: int, reason: str | None) -> None:
         dispatch = claim.dispatch

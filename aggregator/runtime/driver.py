@@ -119,6 +119,7 @@ class Driver:
         self._carry: dict[type[Any], Callable[[Any, int], None]] = {
             fx.Dispatch: self._dispatch,
             fx.Cancel: self._cancel,
+            fx.Discard: self._claims.discarded,
             fx.Write: self._write,
             fx.Commit: self._commit,
             fx.CommitTransaction: self._commit_transaction,
@@ -202,8 +203,6 @@ class Driver:
             # few requests, which cost the client as much as the records do.
             for query, record in self._encoded(rows):
                 send(query, record, alone=rows.alone)
-            if not rows.alone:
-                self._claims.vectors(rows)
         for entry in effect.errors:
             self._write_error(entry)
         for letter in effect.letters:
@@ -354,8 +353,6 @@ class Driver:
             return
         write, began_ns = ended
         self._metrics.observe(m.TRANSACTION_SECONDS, [(now_ns - began_ns) * 1e-9])
-        for rows in write.vectors:
-            self._claims.vectors(rows)
         results = [query for rows in write.vectors for query in rows.queries]
         results += [row.query for row in write.errors]
         letters = [row.query for row in write.letters]

@@ -420,6 +420,7 @@ class _Process:
         gauges = self._core.gauges()
         metrics.set(m.PARTITIONS_ASSIGNED, gauges.partitions)
         metrics.set(m.PARTITIONS_PAUSED, gauges.partitions_paused)
+        metrics.set(m.PARTITIONS_HELD, self._source.held)
         metrics.set(m.UNSETTLED_RECORDS, gauges.unsettled)
         metrics.set(m.LAG_OFFSETS, self._source.lag.total)
         metrics.set(m.LAG_OFFSETS_MAX, self._source.lag.largest)
@@ -427,12 +428,9 @@ class _Process:
         for name, dispatcher in self._core.dispatchers.items():
             metrics.set(m.BACKLOG_QUERIES, dispatcher.waiting, name)
             metrics.set(m.BACKLOG_TOKENS, dispatcher.waiting_tokens, name)
-            in_flight = sum(
-                len(claim.queries)
-                for server in dispatcher.servers
-                for claim in server.claims.values()
-            )
-            metrics.set(m.IN_FLIGHT_QUERIES, in_flight, name)
+            metrics.set(m.IN_FLIGHT_QUERIES, dispatcher.in_flight, name)
+            metrics.set(m.ANSWERED_TOKENS, dispatcher.counters.answered_tokens, name)
+            metrics.set(m.LATE_ANSWERS, dispatcher.counters.late_answers, name)
             metrics.set(m.QUERIES_RETRIED, dispatcher.retried, name)
             metrics.set(m.ENGINE_DEATHS, dispatcher.deaths, name)
             metrics.set(m.ESTIMATOR_FAILURES, self._estimators[name].failures, name)
@@ -447,6 +445,8 @@ class _Process:
                 metrics.set(m.SERVERS, phases.count(phase), name, phase)
             metrics.set(m.STREAMS_OPENED, servers.opened, name)
             metrics.set(m.STREAMS_FAILED, servers.failed, name)
+            silent = self._core.dispatchers[name].counters.streams_cancelled
+            metrics.set(m.STREAMS_SILENT, silent, name)
 
 
 async def _topics(settings: AggregatorSettings, kafka: KafkaOptions, log: Logger) -> Topics:

@@ -181,7 +181,17 @@ BACKLOG_TOKENS = _gauge(
 )
 IN_FLIGHT_QUERIES = _gauge(
     "aggregator_in_flight_queries",
-    "Queries dispatched and not yet answered.",
+    "Queries dispatched that have neither an answer nor an end yet.",
+    "model",
+)
+ANSWERED_TOKENS = _counter(
+    "aggregator_answered_tokens_total",
+    "Exact tokens of the vectors that came: the work that the servers did for us.",
+    "model",
+)
+LATE_ANSWERS = _counter(
+    "aggregator_late_answers_total",
+    "Messages about claims that were given up before: work of the servers that nobody used.",
     "model",
 )
 SERVERS = _gauge(
@@ -217,7 +227,14 @@ STREAMS_OPENED = _counter(
 )
 STREAMS_FAILED = _counter(
     "aggregator_streams_failed_total",
-    "Streams to model servers that broke or could not be opened.",
+    "Streams to model servers that broke or could not be opened; a server that ends its streams in "
+    "order, as it does when it is stopped, is none.",
+    "model",
+)
+STREAMS_SILENT = _counter(
+    "aggregator_streams_silent_total",
+    "Streams cut since their server was silent with queries unanswered: its engine hangs, or the "
+    "network swallows what is sent.",
     "model",
 )
 PARTITIONS_ASSIGNED = _gauge(
@@ -227,6 +244,11 @@ PARTITIONS_ASSIGNED = _gauge(
 PARTITIONS_PAUSED = _gauge(
     "aggregator_partitions_paused",
     "Partitions paused because a window or buffer is full.",
+)
+PARTITIONS_HELD = _gauge(
+    "aggregator_partitions_held",
+    "Partitions that we own and do not read yet, since the brokers have not told where the group "
+    "stopped: above 0 for long means that their records wait.",
 )
 LAG_OFFSETS = _gauge(
     "aggregator_lag_offsets",

@@ -8,7 +8,7 @@ import pytest
 
 from aggregator.core.events import Loss
 from aggregator.core.failures import Code, Failure, Reason
-from aggregator.core.query import ABANDONED
+from aggregator.core.query import ABANDONED, WRITING
 from tests.unit.dispatch_bench import (
     NOT_STARTED,
     ODD,
@@ -47,6 +47,27 @@ def test_the_abandoned_are_left_out_and_never_come_back() -> None:
     queries[3].phase = ABANDONED
     assert bench.lose(claim) == []
     assert bench.core.waiting == 0
+
+
+def test_in_flight_is_what_has_neither_an_answer_nor_an_end() -> None:
+    bench = Bench(answer_grace_ns=0)
+    bench.says("a")
+    bench.says("b")
+    first = one(bench.admit(*make_queries(6, ttl_ms=50)))
+    queries = first.queries
+    assert bench.core.in_flight == 6
+    for query in bench.answer(first, [0, 1], last=False).vectors[0].queries:
+        query.phase = WRITING  # as the one who writes it does
+    assert bench.core.in_flight == 4
+    queries[5].phase = ABANDONED
+    assert bench.core.in_flight == 3
+    second = one(bench.admit(*make_queries(2, start=10)))
+    bench.answer(second, fault="not finite", last=False)
+    assert bench.core.in_flight == 3, "what is to be retried waits"
+    bench.tick(60)
+    for query in bench.ended:
+        query.phase = WRITING
+    assert bench.core.in_flight == 0, "the others are past their deadline"
 
 
 def test_counts_of_whole_claims_steer_the_margin() -> None:

@@ -12,7 +12,7 @@ from aggregator.adapters.kafka_source import RawBatch
 from aggregator.core import effects as fx
 from aggregator.core import events as ev
 from aggregator.core.dispatch import DispatchOptions
-from aggregator.core.failures import Code, Reason
+from aggregator.core.failures import Code, Failure, Reason
 from aggregator.core.machine import Aggregator, AggregatorOptions
 from aggregator.core.query import Answer, Query, TopicPartition, VectorGroup
 from aggregator.runtime.driver import Driver, Ports
@@ -182,19 +182,19 @@ class Stand:
         )
         return queries
 
-    def answer(self) -> None:
-        """Vectors for the whole of the last claim."""
+    def answer(self, indexes: Sequence[int] | None = None, *, last: bool = True) -> None:
+        """Vectors for the last claim, by default for the whole of it."""
         claim = self.servers.claims[-1]
-        count = len(claim.queries)
+        indexes = range(len(claim.queries)) if indexes is None else indexes
         group = VectorGroup(
             encoding=1,
             dimensions=4,
-            indexes=range(count),
-            tokens=[12] * count,
-            embeddings=bytes(16 * count),
+            indexes=indexes,
+            tokens=[12] * len(indexes),
+            embeddings=bytes(16 * len(indexes)),
             stride=16,
         )
-        answer = Answer(claim_id=claim.claim_id, groups=[group], last=True, inference_us=5000)
+        answer = Answer(claim_id=claim.claim_id, groups=[group], last=last, inference_us=5000)
         self.now_ns += 7_000_000
         self.feed(ev.ClaimAnswered(model=MODEL, server=SERVER, answer=answer))
 
@@ -250,6 +250,51 @@ async def test_one_canonical_line_for_each_claim() -> None:
         ev.ClaimLost(model=MODEL, server=SERVER, claim_id=1, loss=ev.Loss.UNKNOWN, message="")
     )
     assert len([line for line in stand.log.lines if line[1] == "claim"]) == 1
+
+
+async def test_an_answer_that_the_core_finds_bad_is_a_bad_answer() -> None:
+    stand = Stand()
+    stand.start()
+    stand.answer([0])
+    (line,) = [line for line in stand.log.lines if line[1] == "claim"]
+    assert (line[0], line[2]["outcome"], line[2]["tokens"]) == ("warning", "bad_answer", 0)
+    assert line[2]["reason"] == "2 inputs of 3 have no answer"
+    assert stand.metrics.value(m.CLAIMS, MODEL, "bad_answer") == 1
+    assert stand.metrics.value(m.CLAIMS, MODEL, "answered") == 0
+    for histogram in (m.CLAIM_QUERIES, m.CLAIM_FILL, m.ESTIMATE_ERROR, m.QUEUE_SECONDS):
+        assert stand.metrics.count(histogram, MODEL) == 0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_claim_stays_bad_whatever_comes_after(refused: bool) -> None:
+    stand = Stand()
+    stand.start()
+    stand.answer([0], last=False)
+    stand.answer([0], last=False)
+    message = Answer(claim_id=1, last=True)
+    if refused:
+        message.refused = Failure(code=Code.UNAVAILABLE, reason=Reason.NOT_STARTED, message="")
+    stand.feed(ev.ClaimAnswered(model=MODEL, server=SERVER, answer=message))
+    (line,) = [line for line in stand.log.lines if line[1] == "claim"]
+    assert (line[2]["outcome"], line[2]["tokens"], line[2]["messages"]) == ("bad_answer", 12, 3)
+    assert line[2]["reason"] == "an input was answered twice, or was never sent"
+    assert stand.metrics.count(m.QUEUE_SECONDS, MODEL) == 1
+
+
+async def test_results_that_are_sent_again_have_waited_once() -> None:
+    stand = Stand()
+    queries = stand.start()
+    stand.answer()
+    stand.feed(
+        ev.WritesFailed(fault=ev.WriteFault.TOPIC, message="timed out", results=queries),
+    )
+    stand.now_ns += 300_000_000
+    stand.feed(ev.Tick())
+    stand.feed(ev.WritesDurable(results=[queries[0]]))
+    assert len(stand.sink.results) == 6, "each again"
+    stand.feed(ev.WritesDurable(results=queries[1:]))
+    assert stand.metrics.value(m.RESULTS, MODEL, "OK") == 3
+    assert stand.metrics.count(m.QUEUE_SECONDS, MODEL) == 3
 
 
 async def test_lost_claims_are_lines_too() -> None:

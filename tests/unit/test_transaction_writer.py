@@ -78,7 +78,6 @@ async def test_results_go_out_in_transactions_and_count_when_they_are_committed(
     assert {query.phase for query in queries} == {SETTLED}
     assert stand.metrics.value(m.RESULTS, MODEL, "OK") == 3
     assert stand.metrics.count(m.LATENCY_SECONDS) == 3
-    assert stand.metrics.count(m.QUEUE_SECONDS, MODEL) == 3
     assert stand.metrics.value(m.COMMITS, "done") == 1
     assert stand.metrics.count(m.TRANSACTION_SECONDS) == 1
     assert (stand.source.commits, stand.sink.results) == ([], [])
@@ -90,7 +89,6 @@ async def test_aborted_results_are_not_counted(stand: Stand) -> None:
     [(commit_id, _, _)] = port_of(stand).begun
     stand.feed(ev.CommitFailed(commit_id=commit_id, message="aborted"))
     assert stand.metrics.value(m.RESULTS, MODEL, "OK") == 0
-    assert stand.metrics.count(m.QUEUE_SECONDS, MODEL) == 0
     assert stand.metrics.value(m.COMMITS, "failed") == 1
 
 
