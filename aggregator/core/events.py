@@ -15,7 +15,7 @@ from aggregator.core.query import Answer, Query, TopicPartition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """The consumer's position in a partition: the offset of the next record it would get."""
+    """The offset of the next record that a partition gives: what lies below it has been read."""
 
     tp: TopicPartition
     epoch: int
@@ -26,7 +26,9 @@ class Position:
 class RecordsPolled:
     """One poll's records, decoded, in offset order per partition, and the positions right after it.
 
-    `positions` holds each partition whose position moved, those without records too.
+    `positions` holds each partition whose position moved, those without records too. A poll that
+    takes long to decode comes in parts; all but the last have the positions behind their own
+    records, so that none covers a record that is still to come.
     """
 
     records: Sequence[Query]

@@ -3,8 +3,8 @@
 Invariants:
 - `unsettled` holds the admitted queries in offset order from the first one that is not settled.
 - The watermark is the offset below which every record is settled: the first unsettled offset, or,
-  when there is none, the position that the last poll carried. It is None until one of the two is
-  known. Offsets are never assumed to be consecutive.
+  when there is none, the position that the last records came with. It is None until one of the two
+  is known. Offsets are never assumed to be consecutive.
 - Records are counted, not offsets subtracted, so that gaps do not fill the window.
 
 It must not know of models, servers, or who writes results.
@@ -40,7 +40,7 @@ class Ledger:
         self.epoch = epoch
         self.unsettled: deque[Query] = deque()
         self.offset_next: int | None = None
-        """The position after the last poll; while closed: where the next owner must start."""
+        """The position behind what is admitted; while closed: where the next owner must start."""
         self.started_offset_last = -1
         """The highest offset of which anything left the process: dispatched, or a result written.
         """

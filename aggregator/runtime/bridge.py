@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +109,15 @@ class Bridge:
             self._taken()
 
     def _admit(self, batch: RawBatch, arrived_ns: int, wall_ms: int) -> None:
+        self._admit_part(self._intake.read(batch, arrived_ns=arrived_ns, wall_ms=wall_ms))
+
+    def _admit_part(self, parts: Iterator[tuple[ev.RecordsPolled, bool]]) -> None:
+        """Admit what comes next of a batch; each part has a turn of the loop of its own.
+
+        The source polls no more and serves no rebalance until the last is taken.
+        """
         try:
-            polled = self._intake.read(batch, arrived_ns=arrived_ns, wall_ms=wall_ms)
+            polled, last = next(parts)
         except Exception as error:  # noqa: BLE001 - a batch that is not admitted must not be lost
             self._log.exception("bug")
             self._driver.crash(f"internal error: {type(error).__name__}: {error}")
@@ -120,7 +127,17 @@ class Bridge:
             if query.failure is not None:
                 self._metrics.add(m.QUERIES_REFUSED, 1, query.failure.reason)
         self._driver.feed([polled])
-        self._taken()
+        if last:
+            self._taken()
+        else:
+            self._loop.call_soon(self._go_on, parts)
+
+    def _go_on(self, parts: Iterator[tuple[ev.RecordsPolled, bool]]) -> None:
+        """Admit the next part, unless a drain or the end came between: the next owner reads it."""
+        if self._driver.reading_is_over:
+            self._taken()
+        else:
+            self._admit_part(parts)
 
     def _reported(self) -> None:
         self._reports_called = False

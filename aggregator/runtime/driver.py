@@ -115,6 +115,7 @@ class Driver:
             self._transactions = TransactionWriter(ports.transactions, ports.encoder, log)
         self._pending: deque[ev.Event] = deque()
         self._feeding = False
+        self._polling_stopped = False
         self._timer: asyncio.TimerHandle | None = None
         self._carry: dict[type[Any], Callable[[Any, int], None]] = {
             fx.Dispatch: self._dispatch,
@@ -171,6 +172,11 @@ class Driver:
         self._pending.clear()
         if not self.halted.done():
             self.halted.set_result(fx.Halt(exit_code=1, message=message))
+
+    @property
+    def reading_is_over(self) -> bool:
+        """Whether the core takes no more records: it drains, or has halted."""
+        return self._polling_stopped or self.halted.done()
 
     def _handle(self, events: Sequence[ev.Event]) -> None:
         if self.halted.done():
@@ -294,6 +300,7 @@ class Driver:
         self._ports.source.release(effect.revoke_id)
 
     def _stop_polling(self, _effect: fx.StopPolling, _now_ns: int) -> None:
+        self._polling_stopped = True
         self._ports.source.stop_polling()
 
     def _wake_at(self, effect: fx.WakeAt, _now_ns: int) -> None:

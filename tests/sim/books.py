@@ -65,6 +65,8 @@ class Watch:
     drain_by_ns: int = 0
     stalled_ns: int = 0
     """When the process was last held up from outside."""
+    polled_ns: int = 0
+    """When the records of the last poll came, which may be admitted in parts."""
     full_polls: int = 0
     """Polls with records while the buffer was full."""
     steps: int = 0

@@ -122,7 +122,10 @@ class Checks(TopicChecks):
         if len(event.records) > self._poll_max:
             self.violated(5, f"a poll of {len(event.records)} records")
         counted: set[TopicPartition] = set()
-        if event.records and process.core.buffer_bytes >= self._buffer_max:
+        first = bool(event.records) and event.records[0].arrived_ns != watch.polled_ns
+        if first:
+            watch.polled_ns = event.records[0].arrived_ns
+        if first and process.core.buffer_bytes >= self._buffer_max:
             watch.full_polls += 1
             if watch.full_polls > 1:
                 self.violated(5, f"{watch.full_polls} polls while the buffer is full")
@@ -131,7 +134,7 @@ class Checks(TopicChecks):
             if epoch is None or epoch.number != query.epoch or epoch.closing:
                 self._kernel.fire("records of an epoch that is over")
                 continue
-            if query.tp not in counted:
+            if first and query.tp not in counted:
                 counted.add(query.tp)
                 if self._window(epoch) >= self._window_max:
                     self.violated(

@@ -51,6 +51,7 @@ CHANCES: Mapping[str, float] = {
     "commit failed for one partition": 0.15,
     "committed offsets unknown": 0.3,
     "rebalance between poll and consume": 1.0,
+    "poll read in parts": 0.5,
     "SIGTERM as partitions come": 0.3,
     "assignment gone before its callback": 0.6,
     "batch refused by its topic": 0.15,

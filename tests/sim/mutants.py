@@ -32,6 +32,7 @@ from aggregator.core.packing import PackLimits
 from aggregator.core.partitions import Ledger
 from aggregator.core.query import ABANDONED, SETTLED, WAITING, WRITING, Query
 from aggregator.core.servers import Server
+from aggregator.runtime import bridge, intake
 from aggregator.wire import rpc
 from model_server.core import isolation, passes
 from model_server.core.effects import PassKind
@@ -179,6 +180,27 @@ def _not_waited_for(source: kafka_source.KafkaSource, consumer: Any, partitions:
     with mock.patch.object(source, "_serve_commands", return_value=None):
         _ORIGINAL_ON_ASSIGN(source, consumer, partitions)
     source._out = False
+
+
+def _polled_before_the_parts(
+    admits: bridge.Bridge, parts: Iterator[tuple[ev.RecordsPolled, bool]]
+) -> None:
+    """The next poll does not wait for the last part."""
+    polled, last = next(parts)
+    admits._driver.feed([polled])
+    admits._taken()
+    if not last:
+        admits._loop.call_soon(admits._admit_part, parts)
+
+
+def _positions_with_each_part(
+    reads: intake.Intake, batch: kafka_source.RawBatch, **times: int
+) -> Iterator[tuple[ev.RecordsPolled, bool]]:
+    for polled, last in _ORIGINAL_READ(reads, batch, **times):
+        yield ev.RecordsPolled(records=polled.records, positions=batch.positions), last
+
+
+_ORIGINAL_READ = intake.Intake.read
 
 
 def _never_told(source: kafka_source.KafkaSource) -> None:
@@ -473,6 +495,21 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
         _settled_by_first_report,
     ),
     ("positions count before records are admitted", (2,), A, "_records_polled", _position_always),
+    (
+        "the positions of a poll come with its first part",
+        (1, 2, 10),
+        intake.Intake,
+        "read",
+        _positions_with_each_part,
+    ),
+    (
+        "the next poll does not wait for the last part",
+        (1, 5),
+        bridge.Bridge,
+        "_admit_part",
+        _polled_before_the_parts,
+    ),
+    ("the parts of a poll have no positions", (2, 10), intake, "_behind", lambda _: []),
     ("a revoke does not commit", (3,), A, "_advance_rendezvous", _release_without_commit),
     (
         "the callback does not wait",

@@ -26,7 +26,7 @@ from aggregator.core.machine import Aggregator, AggregatorOptions
 from aggregator.runtime import outlet
 from aggregator.runtime.bridge import Bridge, SinkPort, Token
 from aggregator.runtime.driver import Driver, Ports
-from aggregator.runtime.intake import Intake
+from aggregator.runtime.intake import TURN_NS, Intake
 from aggregator.wire.headers import HeaderRules
 from aggregator.wire.query import DecodeOptions
 from aggregator.wire.result import ResultEncoder
@@ -42,6 +42,7 @@ from tests.sim.texts import BREAKS_ESTIMATOR, mark_of, tokens_of
 from tests.sim.transactions import TransactionalProducer
 
 LEAVE_TIMEOUT_S = 10.0
+IN_PARTS = "poll read in parts"
 
 
 class Watcher(Protocol):
@@ -173,6 +174,7 @@ class Process:
         self._doses = doses
         self._watcher = watcher
         self._producers: list[SimProducer] = []
+        self._turns = 0
         self.loop = SimLoop(kernel, self.owner, lag_ns=options.loop_lag_ns)
         self.loop.on_halt = self._halted
         self.core = Aggregator(options.core)
@@ -184,6 +186,7 @@ class Process:
             options=options.decode,
             estimators=dict.fromkeys(options.core.models, estimates),
             on_bug=lambda _: kernel.fire("intake: a record broke it"),
+            clock_ns=self._turn_clock_ns,
         )
         kernel.owner = self.owner
         self._bridge = Bridge(intake, loop=loop, metrics=metrics, log=log)
@@ -280,6 +283,13 @@ class Process:
             session_timeout_ms=options.session_timeout_ms,
             message_timeout_ms=options.message_timeout_ms,
         )
+
+    def _turn_clock_ns(self) -> int:
+        """The intake's clock: at a look now and then its turn is over."""
+        if self.kernel.chance(self._doses.chance(IN_PARTS)):
+            self.kernel.fire(IN_PARTS)
+            self._turns += 1
+        return self._turns * TURN_NS
 
     def _quiet(self, commands: SimQueue) -> bool:
         commits = self.source._commits

@@ -24,8 +24,11 @@ from aggregator.adapters import (
     kafka_transactions,
     server_stream,
 )
-from aggregator.runtime import bridge
+from aggregator.runtime import bridge, intake
 from tests.sim.kernel import SECOND, Fiber, Kernel, Owner
+
+LOOK_BYTES = 2_000
+"""The intake looks at its clock for each record or two: polls are small here."""
 
 
 class SimTime:
@@ -321,6 +324,7 @@ def installed(
         (kafka_source, "queue", SimQueueModule(kernel)),
         (kafka_source, "Consumer", consumer),
         (kafka_commits, "time", sim_time),
+        (intake, "LOOK_BYTES", LOOK_BYTES),
         (kafka_sink, "time", sim_time),
         (kafka_sink, "threading", threading),
         (kafka_sink, "Producer", producer),

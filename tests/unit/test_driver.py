@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 
-from aggregator.adapters.kafka_source import RawBatch
 from aggregator.core import effects as fx
 from aggregator.core import events as ev
 from aggregator.core.dispatch import DispatchOptions
@@ -16,11 +15,9 @@ from aggregator.core.failures import Code, Failure, Reason
 from aggregator.core.machine import Aggregator, AggregatorOptions
 from aggregator.core.query import Answer, Query, TopicPartition, VectorGroup
 from aggregator.runtime.driver import Driver, Ports
-from aggregator.runtime.intake import Intake
 from aggregator.runtime.transactions import Record, TransactionsPort
 from aggregator.telemetry import metrics as m
 from aggregator.wire.headers import HeaderRules
-from aggregator.wire.query import DecodeOptions
 from aggregator.wire.result import ResultEncoder
 from protos.embedding.v1 import query_pb2
 from tests.harness.core import MODEL, SERVER, TP, limits, make_query
@@ -417,138 +414,3 @@ async def test_a_drain_ends_with_0() -> None:
     assert commit.synchronous
     stand.feed(ev.CommitDone(commit_id=commit.commit_id))
     assert stand.driver.halted.result().exit_code == 0
-
-
-# Intake ------------------------------------------------------------------------------------------
-
-
-class FakeMessage:
-    """What the client gives for a record."""
-
-    def __init__(self, offset: int, value: bytes | None, headers: Any = None) -> None:
-        self._offset, self._value, self._headers = offset, value, headers
-
-    def topic(self) -> str:
-        return TP[0]
-
-    def partition(self) -> int:
-        return TP[1]
-
-    def offset(self) -> int:
-        return self._offset
-
-    def key(self) -> bytes | None:
-        return None
-
-    def value(self) -> bytes | None:
-        return self._value
-
-    def headers(self) -> Any:
-        return self._headers
-
-    def timestamp(self) -> tuple[int, int]:
-        return (1, 1_000)
-
-    def __len__(self) -> int:
-        return len(self._value or b"")
-
-
-class FakeEstimator:
-    """Counts characters, and fails on one text."""
-
-    exact = False
-    failures = 0
-
-    def estimate(self, text: str) -> int:
-        if text == "boom":
-            raise RuntimeError("a bug")
-        return len(text)
-
-    def estimate_many(self, texts: Iterable[str]) -> list[int]:
-        return [self.estimate(text) for text in texts]
-
-
-def read(values: Sequence[bytes | None], **fields: Any) -> tuple[list[Query], list[Exception]]:
-    bugs: list[Exception] = []
-    intake = Intake(
-        options=DecodeOptions(models=frozenset({MODEL})),
-        estimators={MODEL: FakeEstimator()},
-        on_bug=bugs.append,
-        **fields,
-    )
-    batch = RawBatch(
-        messages=cast("Any", [FakeMessage(5 + i, value) for i, value in enumerate(values)]),
-        epochs={TP: 3},
-        positions=[],
-    )
-    polled = intake.read(batch, arrived_ns=10**15, wall_ms=2_000)
-    return list(polled.records), bugs
-
-
-def test_records_become_queries_with_estimates() -> None:
-    queries, bugs = read([b'{"text": "four"}', b"garbage", None])
-    assert bugs == []
-    assert [(query.offset, query.epoch) for query in queries] == [(5, 3), (6, 3), (7, 3)]
-    assert (queries[0].estimate_raw, queries[0].failure) == (4, None)
-    assert queries[0].deadline_ns == 10**15 + 59_000 * 1_000_000
-    for query in queries[1:]:
-        assert query.failure is not None
-        assert query.failure.reason is Reason.UNDECODABLE
-
-
-@pytest.mark.parametrize("part", ["estimate", "decode", "classify"])
-def test_whatever_raises_is_the_end_of_one_record_only(part: str) -> None:
-    def boom(*_args: Any, **_fields: Any) -> Any:
-        raise RuntimeError("a bug")
-
-    fields = {} if part == "estimate" else {part: boom}
-    queries, bugs = read([b'{"text": "boom"}', b'{"text": "fine"}'], **fields)
-    assert len(queries) == 2
-    failed = [query for query in queries if query.failure is not None]
-    assert len(failed) == len(bugs) == (1 if part == "estimate" else 2)
-    for query in failed:
-        assert query.failure is not None
-        assert (query.failure.code, query.failure.reason) == (Code.INTERNAL, Reason.SERVER_ERROR)
-        assert query.failure.dead_letter
-        assert query.value is not None
-        encoded = ResultEncoder(HeaderRules()).encode_error(query)
-        assert b"SERVER_ERROR" in encoded[1]
-
-
-def test_a_record_whose_headers_the_client_cannot_read_is_undecodable() -> None:
-    class Unreadable(FakeMessage):
-        """As the client does: the second answer would end the process of whoever looks into it."""
-
-        asked = 0
-
-        def headers(self) -> Any:
-            self.asked += 1
-            if self.asked > 1:
-                raise AssertionError("asked again")
-            raise SystemError("returned a result with an exception set")
-
-    bad, good = Unreadable(5, b'{"text": "a"}'), FakeMessage(6, b'{"text": "b"}', [("a", None)])
-    intake = Intake(
-        options=DecodeOptions(models=frozenset({MODEL})),
-        estimators={MODEL: FakeEstimator()},
-        on_bug=lambda error: pytest.fail(repr(error)),
-    )
-    batch = RawBatch(messages=cast("Any", [bad, good]), epochs={TP: 3}, positions=[])
-    refused, mate = intake.read(batch, arrived_ns=10**15, wall_ms=2_000).records
-    assert refused.failure is not None
-    assert (refused.failure.reason, refused.failure.dead_letter) == (Reason.UNDECODABLE, True)
-    assert (refused.offset, refused.value, refused.headers) == (5, b'{"text": "a"}', ())
-    assert (mate.failure, mate.headers) == (None, [("a", None)])
-
-
-async def test_a_record_that_failed_on_a_bug_of_ours_is_answered_and_lettered() -> None:
-    queries, _ = read([b'{"text": "boom"}'])
-    stand = Stand()
-    stand.feed(
-        ev.PartitionsAssigned(epoch=3, partitions=[TP]),
-        ev.RecordsPolled(records=queries, positions=[ev.Position(tp=TP, epoch=3, offset_next=6)]),
-    )
-    assert [query for query, _, _ in stand.sink.results] == queries
-    assert [query for query, _, _ in stand.sink.letters] == queries
-    stand.feed(ev.WritesDurable(results=queries, letters=queries))
-    assert stand.metrics.value(m.DEAD_LETTERS, "SERVER_ERROR") == 1
