@@ -34,6 +34,7 @@ class ModelInfo:
     engine: str
     versions: Mapping[str, str] = field(default_factory=dict)
     device: str
+    """As torch calls it, and then what it is: `cpu, 2 threads`, `cuda:0: NVIDIA H200`."""
     precision: str
     """Such as float32 or bfloat16."""
 

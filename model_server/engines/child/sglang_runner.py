@@ -20,6 +20,7 @@ from model_server.engines.base import EnginePass, Tokens, Vectors
 from model_server.engines.child.options import RunnerOptions
 from model_server.engines.child.rows import unpack_rows
 from model_server.engines.child.sglang_model import MODEL_VARIABLE, PooledModel, pack_model
+from model_server.engines.model_folder import ModelRefusedError
 from model_server.engines.sglang_arguments import engine_arguments, overhead_tokens
 
 MODELS: Final = "model_server.engines.child.sglang_models"
@@ -60,7 +61,11 @@ class SGLangRunner:
 
 
 def start(options: Mapping[str, Any], died: Callable[[str], None]) -> SGLangRunner:
-    """Start SGLang with a model."""
+    """Start SGLang with a model.
+
+    Raises:
+        ModelRefusedError: it can't run on the device asked for.
+    """
     chosen = RunnerOptions(**options)
     model = PooledModel(architecture=chosen.architecture, path=chosen.model, pooling=chosen.pooling)
     os.environ |= {
@@ -74,10 +79,14 @@ def start(options: Mapping[str, Any], died: Callable[[str], None]) -> SGLangRunn
     import sglang  # noqa: PLC0415 - after the environment is set
     import torch  # noqa: PLC0415
 
+    from model_server.engines.torch_runtime import device_name  # noqa: PLC0415
+
     device = chosen.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
+        raise ModelRefusedError(f"device {device!r}: SGLang finds no GPU here")
     capability = torch.cuda.get_device_capability(device) if on_gpu else None
     arguments = engine_arguments(chosen, device=device, capability=capability)
     engine = sglang.Engine(**arguments)
@@ -87,7 +96,7 @@ def start(options: Mapping[str, Any], died: Callable[[str], None]) -> SGLangRunn
         engine,
         chosen.dimensions,
         {
-            "device": torch.cuda.get_device_name(device) if on_gpu else device,
+            "device": device_name(torch.device(device)) if on_gpu else device,
             "versions": {name: metadata.version(name) for name in ("sglang", "torch")},
             "attention_backend": arguments["attention_backend"],
             "pass_tokens_max": min(chosen.pass_tokens_max, int(room) - overhead_tokens(chosen)),

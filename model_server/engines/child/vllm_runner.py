@@ -20,8 +20,13 @@ from model_server.engines.child.options import RunnerOptions
 from model_server.engines.child.pooling_head import PoolingHead
 from model_server.engines.child.rows import unpack_rows
 from model_server.engines.description import first_installed
-from model_server.engines.torch_runtime import after_failed_pass
-from model_server.engines.vllm_arguments import DISTRIBUTIONS, engine_arguments, room_tokens
+from model_server.engines.torch_runtime import after_failed_pass, device_name
+from model_server.engines.vllm_arguments import (
+    DISTRIBUTIONS,
+    engine_arguments,
+    room_tokens,
+    runs_on_gpu,
+)
 
 PROMPT_TOKENS = "prompt_tokens"
 _TASK = "embed"
@@ -109,7 +114,11 @@ class VLLMRunner:
 
 
 def start(options: Mapping[str, Any], died: Callable[[str], None]) -> VLLMRunner:
-    """Start vLLM with a model."""
+    """Start vLLM with a model.
+
+    Raises:
+        ModelRefusedError: it can't run on the device asked for.
+    """
     del died  # its workers' ends are its process's
     chosen = RunnerOptions(**options)
     os.environ |= {
@@ -123,7 +132,7 @@ def start(options: Mapping[str, Any], died: Callable[[str], None]) -> VLLMRunner
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
     from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = runs_on_gpu(chosen.device, gpu_found=torch.cuda.is_available())
     with tempfile.TemporaryDirectory(prefix="vllm-model-") as folder:
         weights = bare_folder(Path(chosen.transformer), Path(folder))
         arguments = engine_arguments(chosen, weights, on_gpu=on_gpu)
@@ -137,7 +146,7 @@ def start(options: Mapping[str, Any], died: Callable[[str], None]) -> VLLMRunner
         engine,
         chosen.dimensions,
         {
-            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "device": device_name(torch.device("cuda:0")) if on_gpu else "cpu",
             "versions": {"torch": torch.__version__, **first_installed(DISTRIBUTIONS)},
             "pass_tokens_max": room_tokens(chosen, blocks, block_tokens),
         },
