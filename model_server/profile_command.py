@@ -17,11 +17,12 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from model_server.core.saturation import Measured, TargetOptions
-from model_server.engines.base import Engine
+from model_server.engines.base import Engine, ModelInfo
 from model_server.engines.model_folder import ModelRefusedError, read_model_folder
 from model_server.profiling.flops import (
     FlopsUnknownError,
     measured_peak_flops,
+    peak_device,
     read_flops_model,
 )
 from model_server.profiling.measure import CurveMeter, MeasureOptions, Progress
@@ -84,7 +85,7 @@ def measure_profile(
     flops, unknown = _flops(folder, settings.pooling, lengths)
     peak, source = None, ""
     if flops is not None:
-        peak, source = _peak(info.device, info.precision, options.peak_tflops)
+        peak, source, unknown = _peak(info, options.peak_tflops)
     return Profile(
         model=settings.served_name,
         key=profile_key(info),
@@ -152,12 +153,17 @@ def _flops(
     return tuple(model.pass_flops(some) for some in lengths), ""
 
 
-def _peak(device: str, precision: str, given_tflops: float | None) -> tuple[float, str]:
+def _peak(info: ModelInfo, given_tflops: float | None) -> tuple[float | None, str, str]:
+    """The peak, where it is from, and why there is none: the curve is worth keeping without it."""
     if given_tflops is not None:
-        return given_tflops * 1e12, "as given"
-    kind = "cuda" if device.startswith("cuda") else "cpu"
-    peak = measured_peak_flops(kind, precision)
-    return peak, f"the best {precision} matrix product measured here"
+        return given_tflops * 1e12, "as given", ""
+    try:
+        peak = measured_peak_flops(peak_device(info.device), info.precision)
+    except FlopsUnknownError as error:
+        return None, "", str(error)
+    except (ImportError, RuntimeError) as error:  # torch's own: no memory, no such device
+        return None, "", f"no peak can be measured: {' '.join(str(error).split())}"
+    return peak, f"the best {info.precision} matrix product measured here", ""
 
 
 def read_profile(path: Path) -> Profile:

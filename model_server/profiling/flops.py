@@ -10,6 +10,7 @@ shorter. Source of the count: Kaplan et al. 2020, section 2.1.
 from __future__ import annotations
 
 import json
+import re
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from typing import Any
 _LOOKED_UP = ("embed", "wte", "wpe", "lm_head", "pooler")
 """In the names of weights that no token is multiplied with: tables, and heads that are not used."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PRECISIONS = ("float32", "bfloat16", "float16")
+"""Of which torch has products of matrices; a quantised engine has kernels of its own."""
 _HEADER_BYTES_MAX = 100_000_000
 """The format's own limit: https://huggingface.co/docs/safetensors."""
 
@@ -99,15 +102,35 @@ def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
                 yield name, entry["shape"]
 
 
+def peak_device(device: str) -> str:
+    """The device on which an engine's peak is measured, as torch calls it.
+
+    `device` is that of its `ModelInfo`.
+
+    Raises:
+        FlopsUnknownError: it is neither a CPU nor a CUDA device.
+    """
+    name = device.partition(": ")[0]
+    kind = re.match(r"cpu|cuda", name)
+    if kind is None:
+        raise FlopsUnknownError(f"no peak is measured on {device}: give it with --peak-tflops")
+    return "cpu" if kind[0] == "cpu" else name
+
+
 def measured_peak_flops(device: str, precision: str, *, seconds: float = 3.0) -> float:
     """Operations a second of this machine: the best of square matrix products, by torch.
 
     `device` as torch names it. The best of several sizes counts, since small ones do not fill a
     GPU and large ones do not fit a cache. They take turns, so that other work on the machine does
     not fall on one of them alone.
+
+    Raises:
+        FlopsUnknownError: there is no such product in this precision.
     """
     import torch  # noqa: PLC0415 - an extra
 
+    if precision not in _PRECISIONS:
+        raise FlopsUnknownError(f"no peak is measured in {precision}: give it with --peak-tflops")
     dtype = getattr(torch, precision)
     sizes = (4_096, 8_192) if device.startswith("cuda") else (768, 1_536, 2_304)
     pairs = {

@@ -81,8 +81,6 @@ def test_it_runs_on_the_device_asked_for(device: str, gpu_found: bool, expected:
         ("gpu", True, "auto, cpu or cuda"),
     ],
 )
-def test_a_device_that_it_can_not_run_on_is_refused(
-    device: str, gpu_found: bool, why: str
-) -> None:
+def test_a_device_that_it_can_not_run_on_is_refused(device: str, gpu_found: bool, why: str) -> None:
     with pytest.raises(ModelRefusedError, match=f"device '{device}': .*{why}"):
         runs_on_gpu(device, gpu_found=gpu_found)
