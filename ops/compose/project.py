@@ -67,6 +67,8 @@ class Service:
     health: Health | None
     security: tuple[str, ...]
     stop_grace_s: float
+    restart: str
+    """The policy; `no` where none is said."""
     one_shot: bool
     """Another service waits for its end."""
 
@@ -157,6 +159,7 @@ def _service(name: str, raw: Mapping[str, Any], *, one_shot: bool) -> Service:
         ),
         security=tuple(raw.get("security_opt") or ()),
         stop_grace_s=seconds(raw.get("stop_grace_period", "10s")),
+        restart=raw.get("restart", "no"),
         one_shot=one_shot,
     )
 

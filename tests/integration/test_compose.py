@@ -62,6 +62,12 @@ def test_what_keeps_running_has_a_health_check(project: Project, name: str) -> N
     assert health.timeout_s < health.start_period_s
 
 
+@pytest.mark.parametrize("name", ["model-server", "aggregator"])
+def test_what_ends_itself_at_a_fault_is_started_again(project: Project, name: str) -> None:
+    """A GPU that is gone, an engine that hangs, brokers that are lost for good."""
+    assert project.services[name].restart == "on-failure"
+
+
 def test_host_ports_are_on_the_loopback_interface(project: Project) -> None:
     hosts = {port[0] for service in project.services.values() for port in service.ports}
     assert hosts == {"127.0.0.1"}
