@@ -11,9 +11,7 @@ for as long as the first keeps polling. Invariants:
   dropped, since the broker would accept it. Each commit id is answered exactly once.
 - A revoke returns only after `Release`, or its deadline; a loss is announced and returns at once.
 - A partition is read from where the group stopped, as this thread was told; until it is told, the
-  partition is held: assigned and paused. The client is never left to ask by itself: once a
-  coordinator that has moved refuses, it neither asks again nor completes another rebalance
-  (librdkafka #5586, seen with 2.16).
+  partition is held: assigned and paused (`kafka_starts`).
 
 Must not know what records hold, nor decide anything: branching and policy live in the core.
 """
@@ -29,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from confluent_kafka import (
-    OFFSET_BEGINNING,
     Consumer,
     KafkaError,
     KafkaException,
@@ -42,6 +39,7 @@ from confluent_kafka import (
 from aggregator.adapters.kafka_commits import NOT_OURS, Commits
 from aggregator.adapters.kafka_config import KafkaConfigError, KafkaOptions, consumer_config
 from aggregator.adapters.kafka_offsets import OffsetsRequest
+from aggregator.adapters.kafka_starts import HOPELESS, Starts
 from aggregator.adapters.kafka_watch import ConnectionWatch
 from aggregator.core.effects import Commit, Pause, Release, Resume, StopPolling
 from aggregator.core.events import (
@@ -58,30 +56,6 @@ POLL_MS = 20
 """How long a command may have to wait for an idle poll."""
 LAG_EVERY_S = 1.0
 """How old `KafkaSource.lag` may be while polls go on."""
-HELD_SILENTLY_S = 5.0
-"""An open transaction that ends, or brokers that come back, are nothing to complain of."""
-_COMMITTED_SOON_S = 0.5
-_COMMITTED_LOOK_S = 0.1
-_COMMITTED_EVERY_S = 0.5
-"""Where the group stopped is asked for right after the assignment, then every so often. While an
-open transaction of somebody else holds these offsets, nobody is told: waiting for that kept a
-member from sending the offsets of its own transaction, until that was aborted and the member
-fenced.
-"""
-
-_HOPELESS = frozenset(
-    {
-        KafkaError.UNKNOWN_TOPIC_OR_PART,
-        KafkaError._UNKNOWN_TOPIC,
-        KafkaError.TOPIC_EXCEPTION,
-        KafkaError.TOPIC_AUTHORIZATION_FAILED,
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
-        KafkaError.INCONSISTENT_GROUP_PROTOCOL,
-        KafkaError.UNSUPPORTED_VERSION,
-    }
-)
-"""Errors of polled messages that waiting does not mend, though the client calls none fatal."""
-
 RawRecord: TypeAlias = "Message[Any, Any]"  # quoted: no generic at run time
 """A record as the client gives it."""
 GroupEvent = PartitionsAssigned | PartitionsRevoking | PartitionsLost | CommitDone | CommitFailed
@@ -196,13 +170,8 @@ class KafkaSource:
         self._epochs: dict[TopicPartition, int] = {}
         self._partitions: list[KafkaPartition] = []
         self._positions: dict[TopicPartition, int] = {}
-        self._held: set[TopicPartition] = set()
-        """Partitions of which it is not yet known where the group stopped."""
         self._paused: set[TopicPartition] = set()
         """By command."""
-        self._ask_again_s = 0.0
-        self._complain_s = 0.0
-        self._complained = False
         self._lag_due_s = 0.0
         self._revoke_id = 0
         self._released = False
@@ -211,6 +180,7 @@ class KafkaSource:
         """A batch or an assignment is handed over and not yet admitted."""
         self._stopped = False
         self._closing = False
+        self._starts = Starts(self._consumer, listener.on_fault)
         self._commits = Commits(
             self._consumer, listener.on_event, timeout_s=options.commit_timeout_ms / 1_000
         )
@@ -220,7 +190,7 @@ class KafkaSource:
     @property
     def held(self) -> int:
         """Partitions of ours that are not read: where the group stopped is not told yet."""
-        return len(self._held)
+        return len(self._starts.held)
 
     def start(self) -> None:
         """Start the thread, which joins the group."""
@@ -332,7 +302,7 @@ class KafkaSource:
         neither again, from where it was last assigned, sought or paused.
         """
         if not self._stopped:
-            free = [tp for tp in partitions if tp not in self._paused | self._held]
+            free = [tp for tp in partitions if tp not in self._paused | self._starts.held]
             self._consumer.resume(self._owned(free))
 
     def _owned(self, partitions: Iterable[TopicPartition]) -> list[KafkaPartition]:
@@ -354,7 +324,7 @@ class KafkaSource:
         if self._stopped:
             # What still comes is not admitted: no position covers it, and the next owner reads it.
             return
-        if self._held and time.monotonic() >= self._ask_again_s:
+        if self._starts.due:
             self._start_held()
         positions = self._moved_positions(messages)
         self._note_lag()
@@ -369,7 +339,7 @@ class KafkaSource:
         error = message.error()
         if error is None:
             return _partition_of(message) in self._epochs
-        fatal = error.fatal() or error.code() in _HOPELESS
+        fatal = error.fatal() or error.code() in HOPELESS
         self._listener.on_fault(error.str(), fatal=fatal)
         return False
 
@@ -428,14 +398,12 @@ class KafkaSource:
         tps = _tuples(partitions)
         self._epoch += 1
         self._set_epochs({**self._epochs, **dict.fromkeys(tps, self._epoch)})
-        self._held.update(tps)
-        self._complain_s = time.monotonic() + HELD_SILENTLY_S
-        self._complained = False
-        starts, _ = self._ask_committed(tps, _COMMITTED_SOON_S)
+        starts = self._starts.assigned(tps)
+        self._watch_from(starts)
         # Here, since what is not assigned yet can't be paused, as the core may want it to be before
         # anything is read.
         self._consumer.incremental_assign([starts.get(tp, KafkaPartition(*tp, 0)) for tp in tps])
-        self._consumer.pause(self._owned(self._held))
+        self._consumer.pause(self._owned(self._starts.held))
         # The client remembers a pause from when the partition was ours before.
         self._resume(tps)
         self._out = True
@@ -446,51 +414,13 @@ class KafkaSource:
 
     def _start_held(self) -> None:
         """Read what is held, if we are told now from where."""
-        starts, error = self._ask_committed(self._held, _COMMITTED_LOOK_S)
-        if error is not None:
-            self._complain_of_holding(error)
-        for tp, start in starts.items():
-            try:
-                self._consumer.seek(start)
-            except KafkaException:  # not started yet: an earlier assignment of it is still ending
-                self._held.add(tp)
+        starts = self._starts.sought()
+        self._watch_from(starts)
         self._resume(starts)
 
-    def _complain_of_holding(self, error: KafkaError) -> None:
-        """Once an assignment, unless there is no hope."""
-        fatal = error.code() in _HOPELESS
-        if fatal or (not self._complained and time.monotonic() >= self._complain_s):
-            self._complained = True
-            message = f"not told where the group stopped, {len(self._held)} partitions wait: "
-            self._listener.on_fault(message + error.str(), fatal=fatal)
-
-    def _ask_committed(
-        self, tps: Iterable[TopicPartition], timeout_s: float
-    ) -> tuple[dict[TopicPartition, KafkaPartition], KafkaError | None]:
-        """Ask where the group stopped; what is told is held no more, and watched for deletions.
-
-        Returns where to start, and why that of the others is not told.
-        """
-        self._ask_again_s = time.monotonic() + _COMMITTED_EVERY_S
-        asked = [KafkaPartition(*tp) for tp in tps]
-        try:
-            committed = self._consumer.committed(asked, timeout=timeout_s)
-        except KafkaException as exception:
-            return {}, exception.args[0]
-        starts = {}
-        error = None
-        for partition in committed:
-            tp = (partition.topic, partition.partition)
-            if partition.error is not None:
-                error = partition.error
-                continue
-            if partition.offset >= 0:
-                self._positions[tp] = partition.offset
-            else:
-                partition.offset = OFFSET_BEGINNING
-            starts[tp] = partition
-        self._held -= starts.keys()
-        return starts, error
+    def _watch_from(self, starts: Mapping[TopicPartition, KafkaPartition]) -> None:
+        """Notice what is deleted between where the group stopped and what is read."""
+        self._positions |= {tp: start.offset for tp, start in starts.items() if start.offset >= 0}
 
     def _on_revoke(self, _consumer: Consumer, partitions: list[KafkaPartition]) -> None:
         tps = [tp for tp in _tuples(partitions) if tp in self._epochs]
@@ -535,7 +465,7 @@ class KafkaSource:
             if epochs.get(tp) == self._epochs.get(tp)
         }
         ours = {tp for tp, epoch in epochs.items() if epoch == self._epochs.get(tp)}
-        self._held &= ours
+        self._starts.held &= ours
         self._paused &= ours
         self._epochs = epochs
         self._partitions = [KafkaPartition(*tp) for tp in epochs]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aggregator.adapters import kafka_source
+from aggregator.adapters import kafka_source, kafka_starts
 from aggregator.adapters.kafka_offsets import OffsetsRequest
 from aggregator.adapters.kafka_source import KafkaSource, RawBatch
 from aggregator.adapters.mock_broker import MockBroker
@@ -466,7 +466,7 @@ def test_a_coordinator_that_refuses_holds_nothing_up(
     mock_world: BrokerWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked by the client itself, its refusal would leave the partitions standing for ever."""
-    monkeypatch.setattr(kafka_source, "HELD_SILENTLY_S", 0.0)
+    monkeypatch.setattr(kafka_starts, "HELD_SILENTLY_S", 0.0)
     world = mock_world
     topic = world.topic(partitions=2)
     for partition in range(2):

@@ -1,9 +1,9 @@
 """What the real adapters find in place of threads, queues, clocks and Kafka's clients.
 
-`installed(kernel)` puts these into the modules `kafka_source`, `kafka_sink`, `kafka_commits`,
-`kafka_offsets`, `kafka_transactions`, `server_stream` and `bridge` for the length of a run, so that
-their code runs unchanged in virtual time. Each finds out by the kernel's `owner` whose process
-calls. It must not decide anything.
+`installed(kernel)` puts these into the modules `kafka_source`, `kafka_starts`, `kafka_commits`,
+`kafka_sink`, `kafka_offsets`, `kafka_transactions`, `server_stream` and `bridge` for the length of a
+run, so that their code runs unchanged in virtual time. Each finds out by the kernel's `owner` whose
+process calls. It must not decide anything.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aggregator.adapters import (
     kafka_offsets,
     kafka_sink,
     kafka_source,
+    kafka_starts,
     kafka_transactions,
     server_stream,
 )
@@ -324,6 +325,7 @@ def installed(
         (kafka_source, "queue", SimQueueModule(kernel)),
         (kafka_source, "Consumer", consumer),
         (kafka_commits, "time", sim_time),
+        (kafka_starts, "time", sim_time),
         (intake, "LOOK_BYTES", LOOK_BYTES),
         (kafka_sink, "time", sim_time),
         (kafka_sink, "threading", threading),
