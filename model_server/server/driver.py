@@ -51,12 +51,12 @@ from model_server.engines.base import ModelInfo
 from model_server.server.calls import Caller, Held
 from model_server.server.engine_host import EngineHost
 from model_server.server.intake import Intake
-from model_server.server.jobs import tokenize
 from model_server.server.pass_runner import PassRunner
 from model_server.server.requests import Columns
 from model_server.server.sessions import Session
 from model_server.server.startup import Started
 from model_server.server.telling import Telling
+from model_server.server.tokenizing import Tokenizing
 from model_server.server.workers import Worker
 from protos.embedding.v1 import embedding_service_pb2 as pb
 
@@ -101,6 +101,7 @@ class Driver:
         self._intake: Intake | None = None
         self._sessions: dict[int, Session] = {}
         self._held: dict[int, Held] = {}
+        self._tokenizing = Tokenizing(self._token_worker, self._held, has_room=self._wake_readers)
         self._runner = PassRunner(self._engine, self._held, feed=self._feed, telling=self._telling)
         self._stream_id = UNARY
         self._key = 0
@@ -265,6 +266,21 @@ class Driver:
         self._telling.streams(len(self._sessions))
         for key in [key for key, held in self._held.items() if held.stream == stream]:
             del self._held[key]
+        self._tokenizing.drop()
+
+    def _wake_readers(self) -> None:
+        for session in self._sessions.values():
+            session.wake_reader()
+
+    @property
+    def untokenized(self) -> int:
+        """Requests that wait for the tokenizer."""
+        return self._tokenizing.waiting
+
+    @property
+    def tokenizer_full(self) -> bool:
+        """Whether who has a request at the tokenizer must not send another."""
+        return self._tokenizing.full
 
     def fill_state(self, stream: int, state: pb.ServerState) -> None:
         """The state as of now, for a stream."""
@@ -298,7 +314,8 @@ class Driver:
 
     def take_unary(self, request: pb.EmbedRequest, caller: Caller) -> int | Failure:
         """The same for a unary call; returns the key to cancel it by, or why it is refused."""
-        if self._untokenized_unary >= UNTOKENIZED_UNARY_MAX:
+        waiting = self._untokenized_unary
+        if waiting >= UNTOKENIZED_UNARY_MAX or (waiting and self.tokenizer_full):
             failure = too_much_held("Too many unary calls wait for the tokenizer.", 100)
             self._telling.refused(failure)
             return failure
@@ -318,6 +335,7 @@ class Driver:
     def cancel(self, key: int) -> None:
         """Nobody waits for this request any more."""
         if self._held.pop(key, None) is not None:
+            self._tokenizing.drop()
             self._feed(RequestCancelled(request=key))
 
     def _read(
@@ -348,21 +366,18 @@ class Driver:
         self._held[held.key] = held
         return held
 
-    def _tokenize(self, held: Held, tokenized: Callable[[], None]) -> None:
+    def _tokenize(self, held: Held, left: Callable[[], None]) -> None:
         started = self._engine.current
         if started is None:
             raise RuntimeError("a request was taken before there is an engine")
-        engine = started.engine
+        self._tokenizing.add(held, started.engine, left=left, done=self._tokenized)
 
-        def done(_: Any, error: BaseException | None) -> None:
-            tokenized()
-            if error is not None:
-                self._log.error("tokenizer failed", error=str(error))
-                self._refuse(Refuse(request=held.key, failure=not_started(f"{error}")))
-            elif held.key in self._held:
-                self._arrived(held)
-
-        self._token_worker.submit(lambda: tokenize(engine, held.columns), done)
+    def _tokenized(self, held: Held, error: BaseException | None) -> None:
+        if error is None:
+            self._arrived(held)
+            return
+        self._log.error("tokenizer failed", error=str(error))
+        self._refuse(Refuse(request=held.key, failure=not_started(f"{error}")))
 
     def _arrived(self, held: Held) -> None:
         columns = held.columns

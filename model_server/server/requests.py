@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from model_server.core.failures import Failure, invalid
+from model_server.core.failures import EXPIRED, Failure, invalid
 from model_server.core.limits import (
     TEXT_BYTES_MAX,
     TIMEOUT_MS_MAX,
@@ -78,6 +78,12 @@ class Columns:
                 answer = None
             self.tokens.append(answer)
             self.counts.append(len(answer.ids) if answer is not None else 0)
+
+    def expire(self, now_ns: int) -> None:
+        """Refuse the inputs whose time has run out before they were tokenized."""
+        for index, deadline in enumerate(self.deadlines_ns or ()):
+            if 0 < deadline <= now_ns:
+                self.failures.setdefault(index, EXPIRED)
 
     def texts_to_tokenize(self) -> Sequence[Text]:
         """Those that are not refused already."""

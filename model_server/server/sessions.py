@@ -48,6 +48,11 @@ class Server(Protocol):
         """The write of an awaited announcement returned."""
         ...
 
+    @property
+    def tokenizer_full(self) -> bool:
+        """Whether who has a request at the tokenizer must not send another."""
+        ...
+
 
 class _Outgoing:
     """A message to be written, apart from its state, which is filled in when it is sent."""
@@ -116,12 +121,18 @@ class Session:
                 return
             self._unanswered.add(request_id)
             self._server.take_stream_request(self, request)
-            while (
-                self._outbox_bytes > UNWRITTEN_BYTES_MAX
-                or self._untokenized >= UNTOKENIZED_REQUESTS_MAX
-            ):
+            while not self._may_read():
                 self._room.clear()
                 await self._room.wait()
+
+    def _may_read(self) -> bool:
+        # One that has nothing at the tokenizer reads on: it would be owed something, and not know.
+        full = self._untokenized > 0 and self._server.tokenizer_full
+        return (
+            self._outbox_bytes <= UNWRITTEN_BYTES_MAX
+            and self._untokenized < UNTOKENIZED_REQUESTS_MAX
+            and not full
+        )
 
     async def _write(self, context: StreamContext, reader: asyncio.Task[None]) -> None:
         while True:
@@ -165,6 +176,10 @@ class Session:
     def tokenized(self) -> None:
         """It no longer does."""
         self._untokenized -= 1
+        self._room.set()
+
+    def wake_reader(self) -> None:
+        """The tokenizer has room."""
         self._room.set()
 
     def say(self, running: Sequence[int] = (), awaited: int | None = None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -10,13 +12,14 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 
-from model_server.engines.base import Text, Tokens
+from model_server.engines.base import Text, TextRefused, Tokens
 from model_server.server import driver
 from model_server.vectors import Encoding, encode
 from protos.embedding.v1 import embedding_service_pb2 as pb
 from tests.harness.model_server import (
     CHANNEL_OPTIONS,
     MODEL,
+    WAIT_S,
     Running,
     Stream,
     error_status,
@@ -374,6 +377,34 @@ async def test_unary_calls_that_wait_for_the_tokenizer_are_bounded(
         "model_server_requests_refused_total", {"reason": "TOO_MUCH_HELD"}
     )
     assert refused == 1
+
+
+async def test_requests_of_dead_streams_are_not_tokenized(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    tokenized: list[str] = []
+    tokenize = server.engine.tokenize
+
+    def gated(texts: Sequence[Text]) -> list[Tokens | TextRefused]:
+        tokenized.extend(text.text[:5] for text in texts)
+        gate.wait(WAIT_S)
+        return tokenize(texts)
+
+    monkeypatch.setattr(server.engine, "tokenize", gated)
+    async with server.channel() as channel:
+        for _ in range(5):
+            async with Stream(channel) as dead:
+                for _ in range(8):
+                    await dead.send("dead " * 10_000)
+                await eventually(lambda: server.server.driver.untokenized >= 7)
+            await eventually(lambda: not server.server.driver.streams)
+        async with Stream(channel) as alive:
+            request_id = await alive.send("alive")
+            await eventually(lambda: server.server.driver.untokenized == 1)
+            gate.set()
+            await alive.answers(request_id)
+    assert tokenized == ["dead ", "alive"]
 
 
 async def test_a_cancelled_unary_call_leaves_the_queue(

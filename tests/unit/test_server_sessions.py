@@ -65,6 +65,7 @@ class FakeServer:
         self.written: list[int] = []
         self.busy_ms = 1.0
         self.tokenizes = False
+        self.tokenizer_full = False
 
     def take_stream_request(self, session: Session, request: pb.EmbedStreamRequest) -> None:
         self.requests.append(request.request_id)
@@ -210,6 +211,20 @@ async def test_reading_stops_while_too_much_waits_for_the_tokenizer(world: World
     world.session.tokenized()
     await world.settle()
     assert len(world.server.requests) == UNTOKENIZED_REQUESTS_MAX + 1
+
+
+async def test_reading_stops_while_the_tokenizer_is_full_but_for_one_request(world: World) -> None:
+    world.server.tokenizes = world.server.tokenizer_full = True
+    world.send(1, 2, 3)
+    await world.settle()
+    assert world.server.requests == [1]
+    world.session.tokenized()
+    await world.settle()
+    assert world.server.requests == [1, 2]
+    world.server.tokenizer_full = False
+    world.session.wake_reader()
+    await world.settle()
+    assert world.server.requests == [1, 2, 3]
 
 
 async def test_reading_stops_while_too_much_is_unwritten(world: World) -> None:
