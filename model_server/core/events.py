@@ -33,6 +33,17 @@ class StreamClosed:
 
 
 @dataclass(slots=True, kw_only=True)
+class RequestRead:
+    """A stream's request was read, and waits for the tokenizer.
+
+    `RequestArrived` follows, or `RequestCancelled`, or the end of its stream.
+    """
+
+    request: int
+    stream: int
+
+
+@dataclass(slots=True, kw_only=True)
 class RequestArrived:
     """A request was tokenized; columns have one entry an input, in their order.
 
@@ -119,6 +130,7 @@ class DrainRequested:
 Event = (
     StreamOpened
     | StreamClosed
+    | RequestRead
     | RequestArrived
     | RequestCancelled
     | AnnouncementWritten

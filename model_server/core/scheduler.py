@@ -47,6 +47,7 @@ from model_server.core.events import (
     PassRaised,
     RequestArrived,
     RequestCancelled,
+    RequestRead,
     StreamClosed,
     StreamOpened,
     Tick,
@@ -113,6 +114,7 @@ class Scheduler:
         self._handlers: dict[type[Any], Callable[[Any, int], None]] = {
             StreamOpened: self._stream_opened,
             StreamClosed: self._stream_closed,
+            RequestRead: lambda event, _: self._streams.read(event.request, event.stream),
             RequestArrived: self._request_arrived,
             RequestCancelled: self._request_cancelled,
             AnnouncementWritten: self._announcement_written,
@@ -187,6 +189,7 @@ class Scheduler:
         self._share_windows(now_ns)
 
     def _request_arrived(self, event: RequestArrived, now_ns: int) -> None:
+        self._streams.tokenized(event.request)
         stream = self._streams.get(event.stream)
         if stream is None:
             return
@@ -217,6 +220,7 @@ class Scheduler:
 
     def _request_cancelled(self, event: RequestCancelled, now_ns: int) -> None:
         del now_ns
+        self._streams.tokenized(event.request)
         request = self._requests.get(event.request)
         if request is not None:
             self._streams.release(request, request.held_tokens)
@@ -526,7 +530,7 @@ class Scheduler:
         if self._pass is not None:
             limit = self._options.pass_timeout_ns if self._pass.started else ANNOUNCE_TIMEOUT_NS
             times.append(self._pass.since_ns + limit)
-        if self._requests:
+        if self._requests or self._streams.untokenized:
             times.append(now_ns + _SECOND_NS)
         if self._lifecycle.phase is Phase.DRAINING:
             times.append(self._drain_by_ns)

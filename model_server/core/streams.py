@@ -41,6 +41,8 @@ class Streams:
         self._streams: dict[int, Stream] = {UNARY: Stream(0)}
         self._shares = WindowShares()
         self._shared_ns = 0
+        self._untokenized: dict[int, int] = {}
+        """Requests that were read and have not arrived yet, and their streams."""
         self.held_tokens = 0
         """Over all streams."""
 
@@ -59,12 +61,27 @@ class Streams:
         if closed is None:
             return ()
         self._shares.close(stream)
+        self._untokenized = {k: s for k, s in self._untokenized.items() if s != stream}
         self.held_tokens -= closed.held_tokens
         return tuple(closed.requests)
 
     def open_streams(self) -> list[int]:
         """Those that hear of us."""
         return [stream for stream in self._streams if stream != UNARY]
+
+    @property
+    def untokenized(self) -> int:
+        """Requests of open streams that wait for the tokenizer."""
+        return len(self._untokenized)
+
+    def read(self, request: int, stream: int) -> None:
+        """A request waits for the tokenizer: its stream is owed something."""
+        if stream in self._streams:
+            self._untokenized[request] = stream
+
+    def tokenized(self, request: int) -> None:
+        """It no longer does."""
+        self._untokenized.pop(request, None)
 
     def hold(self, request: Request, now_ns: int) -> None:
         """A request was taken in."""
@@ -99,7 +116,9 @@ class Streams:
         return [
             key
             for key, stream in self._streams.items()
-            if stream.requests and key != UNARY and now_ns - stream.said_ns >= SILENCE_NS_MAX
+            if key != UNARY
+            and now_ns - stream.said_ns >= SILENCE_NS_MAX
+            and (stream.requests or key in self._untokenized.values())
         ]
 
     def window_tokens(self, stream: int) -> int:

@@ -39,6 +39,7 @@ from model_server.core.events import (
     Event,
     RequestArrived,
     RequestCancelled,
+    RequestRead,
     StreamClosed,
     StreamOpened,
     Tick,
@@ -310,6 +311,7 @@ class Driver:
         held.exclusive = request.exclusive
         held.bulk = request.priority == pb.PRIORITY_BULK
         session.tokenizing()
+        self._feed(RequestRead(request=held.key, stream=session.stream))
         self._tokenize(held, session.tokenized)
 
     def take_unary(self, request: pb.EmbedRequest, caller: Caller) -> int | Failure:
@@ -378,6 +380,7 @@ class Driver:
             return
         self._log.error("tokenizer failed", error=str(error))
         self._refuse(Refuse(request=held.key, failure=not_started(f"{error}")))
+        self._feed(RequestCancelled(request=held.key))
 
     def _arrived(self, held: Held) -> None:
         columns = held.columns

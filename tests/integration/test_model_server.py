@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 
+from model_server.core import streams
 from model_server.engines.base import Text, TextRefused, Tokens
 from model_server.server import driver
 from model_server.vectors import Encoding, encode
@@ -377,6 +378,24 @@ async def test_unary_calls_that_wait_for_the_tokenizer_are_bounded(
         "model_server_requests_refused_total", {"reason": "TOO_MUCH_HELD"}
     )
     assert refused == 1
+
+
+async def test_a_stream_hears_of_us_while_the_tokenizer_works(
+    server: Running, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "SILENCE_NS_MAX", 1)
+    gate = threading.Event()
+    tokenize = server.engine.tokenize
+    monkeypatch.setattr(
+        server.engine, "tokenize", lambda texts: (gate.wait(WAIT_S), tokenize(texts))[1]
+    )
+    request_id = await stream.send("a text")
+    for _ in range(2):
+        message = await stream.read()
+        assert message is not None
+        assert message.request_id == 0
+    gate.set()
+    await stream.answers(request_id)
 
 
 async def test_requests_of_dead_streams_are_not_tokenized(

@@ -452,6 +452,32 @@ def test_a_stream_that_is_owed_something_hears_of_us_every_five_seconds(
     assert world.now_ns - said_ns <= 5_000 * MS
 
 
+@pytest.mark.parametrize("ends", ["arrives", "is cancelled", "goes with its stream"])
+def test_a_request_that_waits_for_the_tokenizer_is_owed_something_too(
+    world: SchedulerWorld, ends: str
+) -> None:
+    world.open(2)
+    world.feed(ev.RequestRead(request=1, stream=1))
+    said = 0
+    for _ in range(12):
+        assert world.wake_ns - world.now_ns <= 1_000 * MS
+        world.later((world.wake_ns - world.now_ns) / MS)
+        for say in world.of(ef.SayState):
+            assert say.streams == [1]
+            said += 1
+    assert said >= 2
+    if ends == "arrives":
+        world.send([10])
+        world.done()
+    elif ends == "is cancelled":
+        world.feed(ev.RequestCancelled(request=1))
+    else:
+        world.close(1)
+    for _ in range(10):
+        world.later(1_000)
+        assert not world.of(ef.SayState)
+
+
 def test_idle_streams_are_left_alone(world: SchedulerWorld) -> None:
     world.send([60])
     world.done()
