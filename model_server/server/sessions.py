@@ -48,6 +48,10 @@ class Server(Protocol):
         """The write of an awaited announcement returned."""
         ...
 
+    def close_stream(self, session: Session) -> None:
+        """The stream is over: what it holds is dropped."""
+        ...
+
     @property
     def tokenizer_full(self) -> bool:
         """Whether who has a request at the tokenizer must not send another."""
@@ -81,7 +85,6 @@ class Session:
         self._closing = False
         self._failure: Failure | None = None
         self._fault: Failure | None = None
-        self._cut = False
         self._cancel_write: Callable[[], object] = lambda: None
 
     async def run(self, context: StreamContext) -> None:
@@ -100,16 +103,17 @@ class Session:
             if isinstance(outcome, Exception):
                 raise outcome
         failure = self._fault or self._failure
-        if failure is None:
-            return
-        if not self._cut:
-            await abort(context, failure)
+        if failure is not None:
+            await self._abort(context, failure)
+
+    async def _abort(self, context: StreamContext, failure: Failure) -> None:
         try:
-            # The status waits behind what the client has not read.
-            async with asyncio.timeout(CUT_STATUS_S):
+            # The status of a stream that was cut waits behind what its client has not read.
+            async with asyncio.timeout(CUT_STATUS_S if self._fault is not None else None):
                 await abort(context, failure)
-        except TimeoutError:
+        except (TimeoutError, grpc.aio.InternalError):
             # gRPC resets the call of a handler that ends so; nothing else ends it while it is full.
+            # The other error says that the client has hung up meanwhile.
             raise asyncio.CancelledError from None
 
     async def _read(self, context: StreamContext) -> None:
@@ -117,7 +121,8 @@ class Session:
             request_id = request.request_id
             if request_id == 0 or request_id in self._unanswered:
                 what = "0" if request_id == 0 else f"{request_id}, which is still unanswered"
-                self._fault = invalid("request_id", f"The request_id is {what}.")
+                self.cut(invalid("request_id", f"The request_id is {what}."))
+                self._server.close_stream(self)
                 return
             self._unanswered.add(request_id)
             self._server.take_stream_request(self, request)
@@ -163,8 +168,7 @@ class Session:
         self._ordered.set()
 
     def cut(self, failure: Failure) -> None:
-        """End the stream now with a failure, unwritten and unanswered: its client does not read."""
-        self._cut = True
+        """End the stream now with a failure, unwritten and unanswered: its client is at fault."""
         self._fault = failure
         self._outbox.clear()
         self._cancel_write()
@@ -184,7 +188,7 @@ class Session:
 
     def say(self, running: Sequence[int] = (), awaited: int | None = None) -> None:
         """Send a state: with the last message that is not yet written, or alone."""
-        if self._cut:
+        if self._fault is not None:
             return
         if not self._outbox or self._outbox[-1].awaited is not None:
             self._order(_Outgoing(pb.EmbedStreamResponse()))
@@ -237,7 +241,7 @@ class Session:
         self._order(_Outgoing(message, STATUS_BYTES))
 
     def _order(self, outgoing: _Outgoing) -> None:
-        if self._cut:
+        if self._fault is not None:
             return
         self._outbox.append(outgoing)
         self._outbox_bytes += outgoing.size_bytes

@@ -440,6 +440,15 @@ async def test_a_cancelled_unary_call_leaves_the_queue(
     await stream.answers(held)
 
 
+async def test_each_failure_of_an_input_is_counted_once(server: Running, stream: Stream) -> None:
+    await stream.answers(await stream.send("good", "", "bad [[nan]]"))
+    for reason in ("INVALID_FIELD", "NOT_FINITE"):
+        counted = server.server._metrics.registry.get_sample_value(
+            "model_server_input_failures_total", {"reason": reason}
+        )
+        assert counted == 1
+
+
 async def until_embedded(server: Running, inputs: int) -> None:
     """Wait until so many went through passes since the start, and none is held any more.
 
@@ -450,26 +459,56 @@ async def until_embedded(server: Running, inputs: int) -> None:
     await eventually(lambda: sum(server.engine.passes) == inputs and scheduler.held_tokens == 0)
 
 
+async def deaf_stream(server: Running, stack: contextlib.AsyncExitStack) -> Stream:
+    """A stream with more unread than its connection holds, so that no later write returns."""
+    # The connection's window for what is unread stays at its 64 KiB.
+    options = (*CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0))
+    channel = grpc.aio.insecure_channel(server.address, options)
+    stream = await stack.enter_async_context(Stream(await stack.enter_async_context(channel)))
+    for _ in range(8):
+        before = sum(server.engine.passes)
+        await stream.send(*["word"] * 200)
+        await until_embedded(server, before + 200)
+    return stream
+
+
+async def test_a_fault_of_a_client_that_does_not_read_ends_its_stream(server: Running) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        deaf = await deaf_stream(server, stack)
+        server.engine.gate.clear()
+        await deaf.send("held")
+        await eventually(lambda: server.server.driver.scheduler.held_tokens)
+        await deaf.send("a fault", request_id=0)
+        await eventually(lambda: not server.server.driver.streams)
+        assert server.server.driver.scheduler.held_tokens == 0
+        server.engine.gate.set()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await deaf.end()
+        assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_client_that_hangs_up_before_it_has_read_why_it_was_cut_is_no_error(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        deaf = await deaf_stream(server, stack)
+        await deaf.send("a fault", request_id=0)
+        await eventually(lambda: not server.server.driver.streams)
+        deaf.call.cancel()
+    async with server.channel() as channel, Stream(channel) as other:
+        await other.answers(await other.send("hello"))
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_clients_that_do_not_read_are_cut_and_the_others_answered(server: Running) -> None:
     """Each held the engine for one announcement; what it sent besides holds it no more."""
     async with contextlib.AsyncExitStack() as stack:
-        # A connection each, whose window for what is unread stays at its 64 KiB.
-        options = (*CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0))
-        channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options))
-            for _ in range(3)
-        ]
-        deaf = [await stack.enter_async_context(Stream(channel)) for channel in channels[:2]]
-        for stream in deaf:
-            # More than a connection holds unread, so that no later write returns.
-            for _ in range(8):
-                before = sum(server.engine.passes)
-                await stream.send(*["word"] * 200)
-                await until_embedded(server, before + 200)
+        deaf = [await deaf_stream(server, stack) for _ in range(2)]
         for stream in deaf:
             for _ in range(20):
                 await stream.send("alone", exclusive=True)
-        other = await stack.enter_async_context(Stream(channels[2]))
+        channel = await stack.enter_async_context(server.channel())
+        other = await stack.enter_async_context(Stream(channel))
         await eventually(lambda: server.log.getvalue().count("stream cut") == 2)
         # Nothing is kept of them, though they still have not read why.
         assert server.server.driver.streams == 1

@@ -63,6 +63,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.requests: list[int] = []
         self.written: list[int] = []
+        self.closed: list[int] = []
         self.busy_ms = 1.0
         self.tokenizes = False
         self.tokenizer_full = False
@@ -77,6 +78,9 @@ class FakeServer:
 
     def announcement_written(self, pass_id: int) -> None:
         self.written.append(pass_id)
+
+    def close_stream(self, session: Session) -> None:
+        self.closed.append(session.stream)
 
 
 class World:
@@ -197,6 +201,45 @@ async def test_a_client_that_does_not_even_read_why_it_was_cut_is_reset(
 
     monkeypatch.setattr(sessions, "CUT_STATUS_S", 0.0)
     monkeypatch.setattr(world.context, "abort", hangs)
+    await world.settle()
+    world.session.cut(not_started("it does not read"))
+    with pytest.raises(asyncio.CancelledError):
+        await world.task
+
+
+async def test_a_faulty_stream_whose_client_does_not_read_is_ended_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hangs(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    world.context.reads.clear()
+    world.session.say()
+    await world.settle()
+    monkeypatch.setattr(sessions, "CUT_STATUS_S", 0.0)
+    monkeypatch.setattr(world.context, "abort", hangs)
+    world.send(0)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(asyncio.CancelledError):
+            await world.task
+    assert world.server.closed == [1]
+
+
+async def test_a_fault_is_told_to_a_client_that_reads(world: World) -> None:
+    world.send(1, 1)
+    with pytest.raises(AbortedError, match="still unanswered"):
+        await world.task
+    assert world.context.aborted is grpc.StatusCode.INVALID_ARGUMENT
+    assert world.server.closed == [1]
+
+
+async def test_a_client_that_hangs_up_before_it_has_read_why_is_no_error(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hung_up(*_: object, **__: object) -> None:
+        raise grpc.aio.InternalError("Failed grpc_call_start_batch")
+
+    monkeypatch.setattr(world.context, "abort", hung_up)
     await world.settle()
     world.session.cut(not_started("it does not read"))
     with pytest.raises(asyncio.CancelledError):
