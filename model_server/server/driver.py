@@ -384,7 +384,6 @@ class Driver:
 
     def _arrived(self, held: Held) -> None:
         columns = held.columns
-        self._telling.failed(columns.failures.values())
         self._feed(
             RequestArrived(
                 request=held.key,

@@ -53,6 +53,10 @@ class PassRunner:
 
     def give_up(self) -> None:
         """The engine was lost: nothing that it still returns counts."""
+        for running in self._passes.values():
+            if running.ran is None:
+                message = "given up with its engine"
+                self._telling.pass_failed(running.effect, message, died=True)
         self._passes.clear()
 
     def run(self, effect: RunPass) -> None:

@@ -26,6 +26,7 @@ class Telling:
         self._log = log
         self._metrics = metrics
         self._streams = 0
+        metrics.queued_tokens.set_function(lambda: scheduler.queued_tokens)
 
     def streams(self, count: int) -> None:
         """So many are open."""
@@ -64,7 +65,6 @@ class Telling:
         fill = run.tokens / run.batch_tokens_target
         metrics.observe_pass(inputs, run.tokens, fill, inference_us / 1e6)
         metrics.engine_passes.inc(len(ran.passes or ()))
-        metrics.queued_tokens.set(scheduler.queued_tokens)
         if scheduler.implied_target is not None:
             metrics.implied_target.set(scheduler.implied_target)
         self._log.info(

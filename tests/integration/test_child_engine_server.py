@@ -81,6 +81,10 @@ class Server:
         found = [json.loads(line) for line in self.log.getvalue().splitlines()]
         return [line for line in found if line["event"] == event]
 
+    def sample(self, name: str, **labels: str) -> float | None:
+        """A metric of ours now."""
+        return self.model_server._metrics.registry.get_sample_value(f"model_server_{name}", labels)
+
     def channel(self) -> grpc.aio.Channel:
         address = f"127.0.0.1:{self.model_server.port}"
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -148,6 +152,8 @@ async def test_a_killed_engine_is_told_of_and_another_follows() -> None:
             (error,) = answers[dying][-1].errors
             assert reasons(error.status) == ("ENGINE_DIED", None, True)
             assert reasons(answers[waiting][-1].status) == ("NOT_STARTED", None, True)
+            assert server.sample("passes_total", kind="normal", outcome="died") == 1
+            assert server.sample("queued_tokens") == 0
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 await stream.end()
             assert reasons(error_status(ended.value))[0] == "NOT_STARTED"
@@ -193,6 +199,7 @@ async def test_a_pass_that_hangs_is_ended_and_the_server_goes_on() -> None:
             answer = (await stream.answers(request_id))[request_id][-1]
             assert reasons(answer.errors[0].status) == ("ENGINE_DIED", None, True)
             assert "300 ms" in answer.errors[0].status.message
+            assert server.sample("passes_total", kind="normal", outcome="died") == 1
         await server.until(Phase.SERVING)
         assert not group_members(hanging)
         async with stream_of(server) as stream:
