@@ -39,6 +39,8 @@ class RunningPass:
     batch_tokens_target: int
     since_ns: int
     awaited: int | None
+    held_tokens: int
+    """Of its tokens those that somebody waits for."""
 
     @property
     def started(self) -> bool:

@@ -144,8 +144,8 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens held beyond those of the running pass."""
-        running = self._pass.tokens if self._pass is not None else 0
-        return max(0, self._streams.held_tokens - running)
+        running = self._pass.held_tokens if self._pass is not None else 0
+        return self._streams.held_tokens - running
 
     @property
     def held_tokens(self) -> int:
@@ -232,7 +232,12 @@ class Scheduler:
         request.gone = True
         del self._requests[request.key]
         running = self._pass
-        if running is None or running.started:
+        if running is None:
+            return
+        for part in running.parts:
+            if part.request == request.key:
+                running.held_tokens -= sum(request.tokens[index] for index in part.indexes)
+        if running.started:
             return
         if not any(part.request in self._requests for part in running.parts):
             self._pass = None
@@ -292,6 +297,7 @@ class Scheduler:
             batch_tokens_target=self.limits.batch_tokens_target,
             since_ns=now_ns,
             awaited=awaited,
+            held_tokens=tokens,
         )
         if self._pass.cut:
             self._memory.pass_cut()

@@ -159,6 +159,42 @@ def test_a_closed_stream_takes_its_inputs_along_and_its_answers(world: Scheduler
 # Refusals
 
 
+def test_what_nobody_waits_for_in_a_pass_is_not_taken_from_the_queue(
+    world: SchedulerWorld,
+) -> None:
+    world.open(2)
+    world.send([40])
+    world.send([30, 10], stream=1)
+    unary = world.send([20], stream=ev.UNARY)
+    world.done()
+    world.send([80], stream=2)
+    assert world.scheduler.queued_tokens == 80
+    busy_ms = world.scheduler.busy_ms(world.now_ns)
+    world.close(1)
+    assert world.scheduler.queued_tokens == 80
+    world.cancel(unary)
+    assert world.scheduler.queued_tokens == 80
+    assert world.scheduler.busy_ms(world.now_ns) == busy_ms
+    world.done()
+    assert world.scheduler.queued_tokens == 0
+
+
+def test_deadlines_of_requests_that_are_gone_are_not_kept(world: SchedulerWorld) -> None:
+    world.send([1], timeouts_ms=[300])
+    for _ in range(2_000):
+        world.send([1], timeouts_ms=[86_400_000])
+        world.done(duration_ms=0)
+        # An earlier deadline is always alive.
+        world.send([1], timeouts_ms=[300])
+    assert len(world.scheduler._expiries._heap) < 200
+    soon = world.send([1], timeouts_ms=[20])
+    later = world.send([1], timeouts_ms=[60])
+    world.later(40)
+    assert (world.outcome(soon), world.outcome(later)) == (["EXPIRED"], [None])
+    world.later(40)
+    assert world.outcome(later) == ["EXPIRED"]
+
+
 def test_refused_inputs_are_answered_at_once_beside_those_that_run(world: SchedulerWorld) -> None:
     key = world.send([0, 7], failures=[(0, invalid("text", "The text is empty."))])
     assert world.outcome(key) == ["INVALID_FIELD", None]
