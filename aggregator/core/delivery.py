@@ -2,8 +2,10 @@
 
 A failed write is of the record or of the topic (DESIGN: failed writes are of two kinds). A record's
 own fault is believed only when it was sent alone, since the broker refuses a whole produce batch
-for one record; then the next smaller form follows. A topic's fault says nothing about records: they
-are held, one of them is sent as a probe with growing pauses, and all when anything got through.
+for one record; then the next smaller form follows, and where there is none the process ends. A
+topic's fault says nothing about records: they are held, one of them is sent as a probe with growing
+pauses, and all when anything got through. That a record was refused says as little about its topic:
+the client may have refused it, or told of a batch what is the topic's.
 
 Nothing is ever dropped here: a query leaves by `WritesDurable` alone, or with its epoch.
 """
@@ -21,9 +23,9 @@ from aggregator.core.forms import (
     begin_vectors,
     error_row,
     letter_bytes,
+    letter_refused,
     letter_row,
-    next_letter_step,
-    next_step,
+    result_refused,
     too_large,
     vector_row,
 )
@@ -51,11 +53,12 @@ class Delivery:
     """Collects the `Write` of one step of the core and follows each record until it is durable."""
 
     def __init__(self, *, outage_ns_max: int) -> None:
-        """Halt is due when a topic has failed for `outage_ns_max`."""
+        """Halt is due when a topic has failed for `outage_ns_max`, or refused a smallest form."""
         self._outage_ns_max = outage_ns_max
         self._write = Write()
         self._results = _Topic("results", [])
         self._letters = _Topic("dead letter", [])
+        self._hopeless: str | None = None
         self.unconfirmed_bytes = 0
         """Of records handed out in a `Write` or held, and not yet durable."""
 
@@ -113,17 +116,22 @@ class Delivery:
         self, results: Sequence[Query], letters: Sequence[Query], *, alone: bool, message: str
     ) -> None:
         """Send each again by itself, or, when it was alone, in its next smaller form."""
+        for topic, refused in ((self._results, results), (self._letters, letters)):
+            if refused:  # what is written of them next is a probe too
+                topic.probing = any(query.phase != ABANDONED for query in refused)
         for query in results:
             if query.phase == ABANDONED:
                 self._forget_result(query)
+            elif (hopeless := result_refused(query, message, alone=alone)) is not None:
+                self._hopeless = hopeless
             else:
-                query.write_step = next_step(query, alone=alone)
                 self._send_result(query, message)
         for query in letters:
             if query.phase == ABANDONED:
                 self.unconfirmed_bytes -= letter_bytes(query)
+            elif (hopeless := letter_refused(query, message, alone=alone)) is not None:
+                self._hopeless = hopeless
             else:
-                query.letter_step = next_letter_step(query, alone=alone)
                 self._send_letter(query)
 
     def topic_failed(
@@ -168,7 +176,9 @@ class Delivery:
         )
 
     def tend(self, now_ns: int) -> Halt | None:
-        """Probe the failing topics; return how to end if one has failed for too long."""
+        """Probe the failing topics; return how to end, if there is no going on."""
+        if self._hopeless is not None:
+            return Halt(exit_code=1, message=self._hopeless)
         if not self.failing:
             return None
         self._probe(now_ns)

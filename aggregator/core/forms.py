@@ -1,8 +1,11 @@
 """The forms in which an outcome can be written, each smaller than the one before.
 
 A result goes together with others, then alone, then as the error RESULT_TOO_LARGE, then as that one
-bare; a dead letter together, alone, bare. The step that is being written is kept in the query. It
-must not know of topics, of who writes, or of when.
+bare; a dead letter together, alone, bare. The step that is being written is kept in the query. The
+bare form fits every topic that takes a few kilobytes, but a topic may refuse it all the same: then
+nothing is left to write, and there is no going on.
+
+It must not know of topics, of who writes, or of when.
 """
 
 from __future__ import annotations
@@ -38,21 +41,32 @@ def begin_vectors(rows: VectorRows) -> int:
     return len(rows.queries) * (group.stride + RECORD_OVERHEAD_BYTES)
 
 
-def next_step(query: Query, *, alone: bool) -> int:
-    """The step after a failure: an error result has no smaller form but the bare one.
+def result_refused(query: Query, message: str, *, alone: bool) -> str | None:
+    """Take the next form of its result; returns why there is none, if there is none.
 
     `alone`: it was refused by itself, so what was refused is not written again.
     """
+    if alone and query.write_step == BARE:
+        return f"the smallest form of a result was refused: {message}"
+    query.write_step = _next_step(query, alone=alone)
+    return None
+
+
+def letter_refused(query: Query, message: str, *, alone: bool) -> str | None:
+    """The same of its dead letter."""
+    if alone and query.letter_step == LETTER_BARE:
+        return f"the smallest form of a dead letter was refused: {message}"
+    query.letter_step = LETTER_BARE if alone else max(query.letter_step, ALONE)
+    return None
+
+
+def _next_step(query: Query, *, alone: bool) -> int:
+    """An error result has no smaller form but the bare one."""
     if not alone:
         return max(query.write_step, ALONE)
     if query.group is None and query.write_step < TOO_LARGE:
         return BARE
-    return max(min(query.write_step + 1, BARE), TOO_LARGE)
-
-
-def next_letter_step(query: Query, *, alone: bool) -> int:
-    """The same of its dead letter."""
-    return LETTER_BARE if alone else max(query.letter_step, ALONE)
+    return max(query.write_step + 1, TOO_LARGE)
 
 
 def vector_row(query: Query, group: VectorGroup, *, alone: bool) -> VectorRows:

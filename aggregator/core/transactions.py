@@ -33,17 +33,15 @@ from aggregator.core.effects import (
     Write,
 )
 from aggregator.core.forms import (
-    BARE,
-    LETTER_BARE,
     RECORD_OVERHEAD_BYTES,
     TOGETHER,
     TOO_LARGE,
     begin_vectors,
     error_row,
     letter_bytes,
+    letter_refused,
     letter_row,
-    next_letter_step,
-    next_step,
+    result_refused,
     too_large,
     vector_row,
 )
@@ -182,9 +180,8 @@ class Transactions:
         for query in results:
             if query.phase == ABANDONED:
                 continue
-            if alone and query.write_step == BARE:
-                self._hopeless = f"the smallest form of a result was refused: {message}"
-            query.write_step = next_step(query, alone=alone)
+            hopeless = result_refused(query, message, alone=alone)
+            self._hopeless = hopeless or self._hopeless
             if query.write_step >= TOO_LARGE and query.group is not None:
                 self.unconfirmed_bytes -= query.group.stride
                 query.group = None
@@ -192,9 +189,8 @@ class Transactions:
         for query in letters:
             if query.phase == ABANDONED:
                 continue
-            if alone and query.letter_step == LETTER_BARE:
-                self._hopeless = f"the smallest form of a dead letter was refused: {message}"
-            query.letter_step = next_letter_step(query, alone=alone)
+            hopeless = letter_refused(query, message, alone=alone)
+            self._hopeless = hopeless or self._hopeless
 
     def topic_failed(
         self, results: Sequence[Query], letters: Sequence[Query], *, message: str, now_ns: int

@@ -1,8 +1,8 @@
 """Dead letters: a record that needs a person's eye, whole, with why it is here in its headers.
 
 Owns the letter's headers. Invariants: key, value and headers of the record are untouched in the
-full form; the bare form is a few kilobytes at most, whatever the record was, so that it always
-fits. Knows nothing of when a letter is due or of how it is replayed.
+full form; the bare form is a few kilobytes at most, whatever the record was. Knows nothing of when
+a letter is due or of how it is replayed.
 """
 
 from __future__ import annotations

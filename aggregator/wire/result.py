@@ -1,9 +1,9 @@
 """Records of the results topic: vectors and errors to bytes.
 
 Owns the result's two encodings and the order of its headers. Invariants: ours come first, once
-each; every `Form.BARE` result is small (a few kilobytes and the vector), so that it always fits;
-encoding never raises for a query that `aggregator.wire.query` made. Vectors are taken as the bytes
-that the server sent: nothing is recomputed.
+each; every `Form.BARE` result is an error of a few kilobytes at most; encoding never raises for a
+query that `aggregator.wire.query` made. Vectors are taken as the bytes that the server sent:
+nothing is recomputed.
 
 Knows nothing of Kafka's client and of when or why a result is written.
 """

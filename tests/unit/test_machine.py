@@ -477,6 +477,28 @@ class TestFailedWrites:
         assert query.phase == SETTLED
         assert bench.core.buffer_bytes == 0
 
+    def test_where_not_even_the_smallest_form_is_taken_the_process_ends(self, bench: Bench) -> None:
+        query = make_query(0, failure=TEXT_MISSING)
+        bench.poll(query)
+        self.fail(bench, ev.WriteFault.RECORD_ALONE, results=[query])
+        effects = self.fail(bench, ev.WriteFault.RECORD_ALONE, results=[query])
+        assert of(effects, fx.Write) == []
+        [halt] = of(effects, fx.Halt)
+        assert (halt.exit_code, halt.message) == (
+            1,
+            "the smallest form of a result was refused: no",
+        )
+
+    def test_nor_that_of_a_dead_letter(self, bench: Bench) -> None:
+        query = make_query(0, failure=REFUSED)
+        bench.poll(query)
+        bench.durable([query])
+        self.fail(bench, ev.WriteFault.RECORD_ALONE, results=[], letters=[query])
+        effects = self.fail(bench, ev.WriteFault.RECORD_ALONE, results=[], letters=[query])
+        assert of(effects, fx.Write) == []
+        [halt] = of(effects, fx.Halt)
+        assert halt.message == "the smallest form of a dead letter was refused: no"
+
     def test_a_failing_topic_holds_results_pauses_and_recovers(self, bench: Bench) -> None:
         queries = [make_query(n, failure=TEXT_MISSING) for n in range(5)]
         bench.poll(*queries)
@@ -509,6 +531,35 @@ class TestFailedWrites:
         assert bench.core.buffer_bytes == 0
         bench.tick(300)
         assert not bench.core.gauges().writing_suspended
+
+    @pytest.mark.parametrize("fault", [ev.WriteFault.RECORD, ev.WriteFault.RECORD_ALONE])
+    def test_a_refused_probe_that_nobody_wants_any_more_does_not_keep_a_topic_failing(
+        self, bench: Bench, fault: ev.WriteFault
+    ) -> None:
+        query = make_query(0, failure=TEXT_MISSING)
+        bench.poll(query)
+        self.fail(bench, ev.WriteFault.TOPIC, results=[query])
+        assert len(of(bench.tick(300), fx.Write)) == 1
+        bench.feed(ev.PartitionsLost(partitions=[TP]))
+        self.fail(bench, fault, results=[query])
+        bench.tick(5_000)
+        assert not bench.core.gauges().writing_suspended
+        assert bench.core.buffer_bytes == 0
+
+    @pytest.mark.parametrize("fault", [ev.WriteFault.RECORD, ev.WriteFault.RECORD_ALONE])
+    def test_a_refused_record_says_nothing_of_its_topic(
+        self, bench: Bench, fault: ev.WriteFault
+    ) -> None:
+        queries = [make_query(n, failure=TEXT_MISSING) for n in range(2)]
+        bench.poll(*queries)
+        self.fail(bench, ev.WriteFault.TOPIC, results=list(queries))
+        [probe] = of(bench.tick(300), fx.Write)
+        probed = probe.errors[0].query
+        [write] = of(self.fail(bench, fault, results=[probed]), fx.Write)
+        assert [row.query for row in write.errors] == [probed]
+        assert bench.core.gauges().writing_suspended
+        [halt] = of(bench.tick(300_001), fx.Halt)
+        assert "could not be written for" in halt.message
 
     def test_a_resent_vector_keeps_its_times(self, bench: Bench) -> None:
         query = make_query(0)
