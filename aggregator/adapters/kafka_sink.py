@@ -45,13 +45,18 @@ OF_THE_RECORD = frozenset(
         KafkaError.INVALID_MSG,
         KafkaError.INVALID_MSG_SIZE,
         KafkaError.INVALID_RECORD,
-        KafkaError.INVALID_TIMESTAMP,
         KafkaError.MSG_SIZE_TOO_LARGE,
         KafkaError.RECORD_LIST_TOO_LARGE,
         KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT,
+        KafkaError._INVALID_DIFFERENT_RECORD,
     }
 )
-"""Refusals that name no single record but are some record's own; every other is the topic's."""
+"""Refusals that name no single record but are some record's own; every other is the topic's.
+
+Not INVALID_TIMESTAMP: the time is this host's clock against the topic's bounds, the same for all.
+Where a broker finds fault with several records of a batch, the client gives these INVALID_RECORD,
+whatever it was, and their mates _INVALID_DIFFERENT_RECORD: only alone each gets its own code.
+"""
 
 
 class SinkListener(Protocol[Token_contra]):

@@ -10,6 +10,7 @@ import pytest
 from aggregator.adapters.mock_broker import MockBroker
 from aggregator.core.events import WriteFault
 from aggregator.wire.headers import Headers
+from ops.kafka.node import KafkaNode
 from tests.contract.kafka_world import (
     ONE_OF_EACH,
     ONE_OF_EACH_TRUTHFUL,
@@ -127,6 +128,44 @@ def test_batches_fit_the_smallest_topic(true_world: World) -> None:
         sink.produce(topic, None, b"x" * 400, [], token)
     told.wait(lambda: len(told.durable) + len(told.failed) == 500)
     assert told.failed == []
+
+
+@pytest.mark.kafka
+def test_a_time_beyond_a_topics_bounds_is_the_topics_fault(kafka: KafkaNode) -> None:
+    """It is this host's clock that is wrong, for every record alike."""
+    world = BrokerWorld(kafka.bootstrap_servers, "consumer")
+    topic = world.topic(message_timestamp_before_max_ms="0")
+    sink, told = world.sink()
+    for token in range(100):  # one may be there within its millisecond
+        sink.produce(topic, b"k", b"v", [], token, True)
+    told.wait(lambda: len(told.durable) + len(told.failed) == 100)
+    assert told.failed
+    assert {fault for _, fault, _ in told.failed} == {WriteFault.TOPIC}
+    assert "imestamp" in told.failed[0][2]
+    world.close()
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("keyless", [{3}, {3, 5}])
+def test_an_invalid_record_and_its_mates_are_each_sent_alone(
+    kafka: KafkaNode, keyless: set[int]
+) -> None:
+    """A compacted topic takes no record without a key, and tells of each in a batch by itself."""
+    world = BrokerWorld(kafka.bootstrap_servers, "consumer")
+    topic = world.topic(cleanup_policy="compact")
+    sink, told = world.sink(overrides={"linger.ms": 50})
+    for token in range(10):
+        sink.produce(topic, None if token in keyless else b"k", b"v", [], token)
+    told.wait(lambda: len(told.durable) + len(told.failed) == 10)
+    assert {fault for _, fault, _ in told.failed} == {WriteFault.RECORD}
+    again = [token for token, _, _ in told.failed]
+    told.failed.clear()
+    for token in again:
+        sink.produce(topic, None if token in keyless else b"k", b"v", [], token, True)
+    told.wait(lambda: len(told.durable) + len(told.failed) == 10)
+    assert {token for token, _, _ in told.failed} == keyless
+    assert {fault for _, fault, _ in told.failed} == {WriteFault.RECORD_ALONE}
+    world.close()
 
 
 def test_missing_topic_is_the_topics_fault(true_world: World) -> None:

@@ -183,6 +183,7 @@ class Stack:
     server_port: int
     name: str = field(default_factory=lambda: unique_name("outage"))
     metrics_port: int = field(default_factory=free_port)
+    linger_ms: int = 0
 
     def __post_init__(self) -> None:
         self.queries, self.results, self.letters = (
@@ -205,6 +206,7 @@ class Stack:
             "sasl.username": USER,
             "sasl.password": PASSWORD,
             "reconnect.backoff.max.ms": 500,
+            "linger.ms": self.linger_ms,
         }
         process = CommandProcess(
             "aggregator",
@@ -330,7 +332,7 @@ def stack(request: pytest.FixtureRequest, broker: Broker, server_port: int, kind
     if OUTAGES[kind].replicated:
         name = next(request.getfixturevalue("replicated"))
         return Stack(broker, server_port, name=name)
-    return Stack(broker, server_port)
+    return Stack(broker, server_port, linger_ms=OUTAGES[kind].linger_ms)
 
 
 @dataclass(frozen=True)
@@ -344,6 +346,7 @@ class Outage:
     deletes_letters: bool = False
     broker_away: bool = False
     replicated: bool = False
+    linger_ms: int = 0
 
     def strike(self, stack: Stack, process: CommandProcess) -> None:
         """Begin it, with queries that have been settled, and others that are to be."""
@@ -397,6 +400,17 @@ def under_replicated(part: str) -> Outage:
     )
 
 
+def too_late(part: str) -> Outage:
+    """Bounds of a topic that this host's clock is beyond: records are older than it takes any."""
+    bound = "message.timestamp.before.max.ms"
+    return Outage(
+        begin=lambda stack: stack.broker.set(f"{stack.name}-{part}", bound, "0"),
+        end=lambda stack: stack.broker.set(f"{stack.name}-{part}", bound, str(2**63 - 1)),
+        says="imestamp",
+        linger_ms=20,
+    )
+
+
 OUTAGES = {
     "results not authorised": denied("results"),
     "letters not authorised": denied("letters"),
@@ -404,6 +418,8 @@ OUTAGES = {
     "letters deleted": deleted("letters"),
     "results with too few replicas": under_replicated("results"),
     "letters with too few replicas": under_replicated("letters"),
+    "results too late": too_late("results"),
+    "letters too late": too_late("letters"),
     "broker away": Outage(
         begin=lambda stack: stack.broker.node.kill(),
         end=lambda stack: stack.broker.node.start(),
@@ -451,3 +467,26 @@ def test_one_that_lasts_stops_the_process_and_the_next_has_it_all(stack: Stack, 
     # At least once: what was durable above the committed offset comes again.
     results, letters = stack.settled()
     assert (sorted(set(results)), sorted(set(letters))) == outage.expected(stack)
+
+
+def test_a_topic_that_takes_no_form_of_a_letter_stops_the_process(
+    broker: Broker, server_port: int
+) -> None:
+    """A compacted topic takes no record without a key, and what is refused has no smaller form."""
+    stack = Stack(broker, server_port)
+    with stack.aggregator(HELD_MS) as process:
+        stack.send()
+        wait(stack.committed, lambda offset: offset == stack.end)
+        broker.set(stack.letters, "cleanup.policy", "compact")
+        stack.send()
+        assert process.wait() == 1
+        (line,) = [line["text"] for line in process.lines if "text" in line]
+    assert line.startswith("Error: the smallest form of a dead letter was refused: ")
+    assert f"{stack.letters}: " in line
+    assert stack.committed() == SETTLED
+    broker.set(stack.letters, "cleanup.policy", "delete")
+    with stack.aggregator(HELD_MS) as process:
+        wait(stack.committed, lambda offset: offset == stack.end)
+        assert process.terminate() == 0, process.lines[-5:]
+    results, letters = stack.settled()
+    assert (sorted(set(results)), letters) == stack.expected(0, 0)

@@ -177,7 +177,9 @@ class SimProducer:
             kernel.fire("batch with a record too large" if len(batch) > 1 else "record too large")
             self._report_at(now_ns + MS, batch, KafkaError.MSG_SIZE_TOO_LARGE)
         elif not batch[0].alone and self._happens("batch refused for one record"):
-            error = kernel.rng.choice([KafkaError.INVALID_RECORD, KafkaError.INVALID_TIMESTAMP])
+            error = kernel.rng.choice(
+                [KafkaError.INVALID_RECORD, KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT]
+            )
             self._report_at(now_ns + MS, batch, error)
         elif self._happens("batch refused by its topic"):
             error = kernel.rng.choice(
