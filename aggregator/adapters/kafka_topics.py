@@ -1,8 +1,9 @@
 """Topics: that they are as the guarantees need them, and making them so.
 
-Owns what the three topics must be like: they exist and differ, results are not compacted, the
-clock of the queries is the brokers', dead letters hold a query and its error. Invariant: a check
-creates nothing (a producer would create a misspelt topic). Must not know settings.
+Owns what the three topics must be like: they exist and differ, results and dead letters are not
+compacted, the clock of the queries is the brokers', dead letters hold a query and its error.
+Invariant: a check creates nothing (a producer would create a misspelt topic). Must not know
+settings.
 
 All functions block; run them off the loop.
 """
@@ -114,7 +115,7 @@ def check_topics(
 
     Raises:
         TopicsError: the brokers don't answer, a topic is missing or not ours to see, two are one,
-            or results are compacted.
+            or results or dead letters are compacted.
     """
     _differ(queries, results, dlq)
     admin = _Admin(options, logger)
@@ -126,7 +127,7 @@ def check_topics(
                 "(`aggregator topics create` makes it)"
             )
     configs = {name: admin.config(name) for name in (queries, results, dlq)}
-    _refuse_compacted(results, configs[results])
+    _refuse_compacted(configs, results=results, dlq=dlq)
     warnings = _notes_on_letters(dlq, configs[dlq], configs[queries])
     limits = {}
     for name in (results, dlq):
@@ -149,8 +150,8 @@ def create_topics(
     """Create those of the three that are missing; report on those that exist. Idempotent.
 
     Raises:
-        TopicsError: the brokers don't answer or refuse, two topics are one, or results exist and
-            are compacted.
+        TopicsError: the brokers don't answer or refuse, two topics are one, or results or dead
+            letters exist and are compacted.
     """
     _differ(plan.queries, plan.results, plan.dlq)
     admin = _Admin(options, logger)
@@ -168,11 +169,12 @@ def create_topics(
     made[plan.results] = admin.create(plan, plan.results, keep)
     made[plan.dlq] = admin.create(plan, plan.dlq, letters)
     partitions = admin.wait_until_known(list(made))
-    _refuse_compacted(plan.results, admin.config(plan.results))
+    configs = {name: admin.config(name) for name in (plan.results, plan.dlq)}
+    _refuse_compacted(configs, results=plan.results, dlq=plan.dlq)
     notes = {
         plan.queries: _notes_on_queries(plan.queries, queries_config),
         plan.results: [],
-        plan.dlq: _notes_on_letters(plan.dlq, admin.config(plan.dlq), queries_config),
+        plan.dlq: _notes_on_letters(plan.dlq, configs[plan.dlq], queries_config),
     }
     return [
         TopicOutcome(
@@ -280,12 +282,18 @@ def _compacted(config: TopicConfig | None) -> bool:
     return config is not None and "compact" in config["cleanup.policy"]
 
 
-def _refuse_compacted(name: str, config: TopicConfig | None) -> None:
-    if _compacted(config):
-        raise TopicsError(
-            f"results topic {name!r} is compacted: results of one key would be lost "
-            "(set its cleanup.policy to delete)"
-        )
+def _refuse_compacted(configs: Mapping[str, TopicConfig | None], *, results: str, dlq: str) -> None:
+    """A compacted topic keeps one record a key, none without a value, and takes none without a key.
+
+    Of dead letters the bare ones and the marks of a replay have no value, and those of keyless
+    queries no key.
+    """
+    for what, name in (("results", results), ("dead letter", dlq)):
+        if _compacted(configs[name]):
+            raise TopicsError(
+                f"{what} topic {name!r} is compacted: records of one key would be lost "
+                "(set its cleanup.policy to delete)"
+            )
 
 
 def _notes_on_queries(name: str, config: TopicConfig | None) -> list[str]:
@@ -301,16 +309,14 @@ def _notes_on_queries(name: str, config: TopicConfig | None) -> list[str]:
 def _notes_on_letters(
     name: str, config: TopicConfig | None, queries_config: TopicConfig | None
 ) -> list[str]:
-    notes: list[str] = []
-    if _compacted(config):
-        notes.append(f"dead letter topic {name!r} is compacted: letters of one key will be lost")
     own, queries = _message_bytes(config), _message_bytes(queries_config)
-    if own is not None and queries is not None and own < queries + LETTER_EXTRA_BYTES:
-        notes.append(
-            f"dead letter topic {name!r} has max.message.bytes {own}: letters of the largest "
-            f"queries will lack their value ({queries + LETTER_EXTRA_BYTES} would hold them)"
-        )
-    return notes
+    if own is None or queries is None or own >= queries + LETTER_EXTRA_BYTES:
+        return []
+    note = (
+        f"dead letter topic {name!r} has max.message.bytes {own}: letters of the largest "
+        f"queries will lack their value ({queries + LETTER_EXTRA_BYTES} would hold them)"
+    )
+    return [note]
 
 
 def _notes_on_replicas(least_replicas: Mapping[str, int], names: Sequence[str]) -> list[str]:

@@ -111,11 +111,18 @@ def test_existing_topics_are_reported_on(kafka: KafkaNode, kafka_topic: TopicFac
 
 
 @pytest.mark.kafka
-def test_compacted_results_are_refused(kafka: KafkaNode, kafka_topic: TopicFactory) -> None:
-    queries, dlq = kafka_topic("q"), kafka_topic("d")
+@pytest.mark.parametrize("what", ["results", "dead letter"])
+def test_compacted_topics_are_refused(
+    kafka: KafkaNode, kafka_topic: TopicFactory, what: str
+) -> None:
+    queries, results, dlq = kafka_topic("q"), kafka_topic("r"), kafka_topic("d")
     for policy in ("compact", "compact,delete"):
-        results = kafka_topic("r", cleanup_policy=policy)
-        with pytest.raises(TopicsError, match=rf"'{results}' is compacted"):
+        compacted = kafka_topic("c", cleanup_policy=policy)
+        if what == "results":
+            results = compacted
+        else:
+            dlq = compacted
+        with pytest.raises(TopicsError, match=rf"^{what} topic '{compacted}' is compacted"):
             check(kafka.bootstrap_servers, queries, results, dlq)
         with pytest.raises(TopicsError, match="is compacted"):
             create_topics(
