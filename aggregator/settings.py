@@ -40,6 +40,7 @@ TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 TRANSACTION_TIMEOUT_MS_MIN = 1_000
 NAME_CHARACTERS_MAX = 1_000
 """Brokers hang up on a request with a name of 32 KiB, which looks as if none answered."""
+TEXT_BYTES_MAX = 131_072
 SECRET_WORDS = ("password", "secret", "token", "jaas", "oauthbearer", ".pem")
 
 # What Kubernetes injects into every pod of a namespace for a Service whose name begins with ours.
@@ -152,7 +153,8 @@ class AggregatorSettings(BaseSettings):
     ttl_ms: NotNegative = 60_000
     """0: none."""
     ttl_from: Literal["record", "arrival"] = "record"
-    text_bytes_max: Positive = 131_072
+    text_bytes_max: Annotated[int, Field(gt=0, le=TEXT_BYTES_MAX)] = TEXT_BYTES_MAX
+    """Model servers take no longer ones."""
     headers_bytes_max: NotNegative = 16_384
     headers_drop: tuple[str, ...] = (
         "contentType",

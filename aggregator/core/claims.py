@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
+from aggregator.core.backlog import NEVER_NS
 from aggregator.core.query import IN_FLIGHT, Query
 
 
@@ -25,10 +26,11 @@ class Claim:
         "discarded",
         "estimate",
         "exclusive",
+        "missed_ns",
         "queries",
+        "running",
         "sent_ns",
         "server",
-        "starts",
         "tokens_exact",
         "tokens_left",
         "variance",
@@ -50,8 +52,10 @@ class Claim:
         """Exact tokens of what is answered; None: not all of them are known."""
         self.answered_inputs = 0
         self.sent_ns = 0
-        self.starts = 0
-        """Announced starts of passes with inputs of it that no answer has followed yet."""
+        self.running = False
+        """Inputs of it are in a pass, as far as is known: its start was announced, its end not."""
+        self.missed_ns = NEVER_NS
+        """Since when its server, which claims to have nothing to do, has said nothing of it."""
         self.discarded = False
         """An answer failed the check: whatever still comes is ignored."""
         self._mask: bytearray | None = None

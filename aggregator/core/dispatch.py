@@ -40,6 +40,7 @@ _MS: Final = 1_000_000
 _WALK_NS_MIN: Final = 20 * _MS
 """Walks over all claims in flight for deadlines are at least this long apart."""
 _SILENT: Final = "silent for too long with requests unanswered"
+_FORGETFUL: Final = "idle for too long, by its own word, with requests unanswered"
 _SERVERS_KEPT: Final = 256
 """Addresses that are down are forgotten beyond this."""
 
@@ -238,7 +239,7 @@ class Dispatcher:
 
     def dispatch(self, now_ns: int) -> list[Dispatch | Cancel]:
         """What is to be sent now, and which streams are to be cut."""
-        effects: list[Dispatch | Cancel] = self._cut_silent(now_ns)
+        effects: list[Dispatch | Cancel] = self._cut_streams(now_ns)
         waiting = self._waiting
         if not len(waiting):
             return effects
@@ -269,7 +270,11 @@ class Dispatcher:
             bound_ns = self._deadline_bound_ns + options.answer_grace_ns
             wake_ns = min(wake_ns, max(bound_ns, self._walk_after_ns))
         for server in servers:
-            wake_ns = min(wake_ns, server.silent_at_ns(options.stream_silence_ns_max))
+            wake_ns = min(
+                wake_ns,
+                server.silent_at_ns(options.stream_silence_ns_max),
+                server.forgotten_at_ns(options.stream_silence_ns_max),
+            )
         if len(self._waiting):
             usable = [server for server in servers if server.usable(now_ns)]
             wake_ns = min(wake_ns, rule.wake_at_ns(usable, now_ns, options.lead_ns))
@@ -284,19 +289,24 @@ class Dispatcher:
                         wake_ns = at_ns
         return None if wake_ns >= NEVER_NS else wake_ns
 
-    def _cut_silent(self, now_ns: int) -> list[Dispatch | Cancel]:
+    def _cut_streams(self, now_ns: int) -> list[Dispatch | Cancel]:
         effects: list[Dispatch | Cancel] = []
+        silence_ns_max = self._options.stream_silence_ns_max
         for server in self._servers.values():
             server.boundary_passed(now_ns)
             if server.presumed_idle_at_ns() <= now_ns:
                 server.presume_idle(now_ns)
-            if server.silent_at_ns(self._options.stream_silence_ns_max) <= now_ns:
-                server.cancelled(now_ns)
-                self.counters.streams_cancelled += 1
-                effects.append(
-                    Cancel(model=self._options.model, server=server.address, message=_SILENT)
-                )
+            if server.silent_at_ns(silence_ns_max) <= now_ns:
+                effects.append(self._cut(server, _SILENT, now_ns))
+            elif server.forgotten_at_ns(silence_ns_max) <= now_ns:
+                server.forgot()
+                effects.append(self._cut(server, _FORGETFUL, now_ns))
         return effects
+
+    def _cut(self, server: Server, message: str, now_ns: int) -> Cancel:
+        server.cancelled(now_ns)
+        self.counters.streams_cancelled += 1
+        return Cancel(model=self._options.model, server=server.address, message=message)
 
     def _only(self, server: Server) -> bool:
         """Whether there is no other to retry on."""

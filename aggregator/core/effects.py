@@ -31,7 +31,7 @@ class Dispatch:
 
 @dataclass(slots=True, kw_only=True)
 class Cancel:
-    """This stream has been silent too long: cut it, and its claims become `ClaimLost`."""
+    """Claims have waited too long on this stream: cut it, and they become `ClaimLost`."""
 
     model: str
     server: str

@@ -55,6 +55,16 @@ def server_error(failure: Failure) -> Failure:
     )
 
 
+def text_too_large(failure: Failure) -> Failure:
+    """Its request, which held nothing else, was larger than its server takes any."""
+    return Failure(
+        code=Code.INVALID_ARGUMENT,
+        reason=Reason.INVALID_FIELD,
+        message=f"the text is too large for its model server: {failure.message}",
+        field="text",
+    )
+
+
 class Course(IntEnum):
     """What a status of one input, or of a whole request, asks for."""
 
@@ -74,12 +84,12 @@ def course(failure: Failure, *, deadline: bool = True) -> Course:
     """Classify a failure that a server reported; `deadline`: the query has one.
 
     A refusal that names no field and an expiry of what can't expire are any other status: the
-    consumer could do nothing with them.
+    consumer could do nothing with them. So is a request that is too large: sent again it stays so.
     """
     code, reason = failure.code, failure.reason
     if reason is Reason.ENGINE_DIED:
         return Course.DEATH
-    if code is Code.RESOURCE_EXHAUSTED:
+    if code is Code.RESOURCE_EXHAUSTED and reason is not Reason.REQUEST_TOO_LARGE:
         return Course.HELD
     if reason is Reason.NOT_STARTED:
         return Course.NOT_STARTED
@@ -90,6 +100,13 @@ def course(failure: Failure, *, deadline: bool = True) -> Course:
     if reason in (Reason.ENGINE_FAILED_ALONE, Reason.NOT_FINITE):
         return Course.END
     return Course.ATTEMPT
+
+
+def ran(failure: Failure) -> bool:
+    """Whether an input with this failure was in a pass, which has ended then."""
+    if failure.reason in (Reason.ENGINE_FAILED_ALONE, Reason.NOT_FINITE):
+        return True
+    return course(failure) in (Course.DEATH, Course.ATTEMPT)
 
 
 def final(failure: Failure) -> Failure:

@@ -17,7 +17,7 @@ from aggregator.core.calibration import Calibration, Margin
 from aggregator.core.claims import Claim
 from aggregator.core.effects import VectorRows
 from aggregator.core.events import Loss, ServerPhase
-from aggregator.core.failures import Code, Failure
+from aggregator.core.failures import Code, Failure, Reason
 from aggregator.core.outcomes import Course
 from aggregator.core.query import IN_FLIGHT, Answer, InputFailure, Query, VectorGroup
 from aggregator.core.retry import Waiting, end
@@ -109,8 +109,8 @@ class Replies:
     def _take_in(
         self, server: Server, claim: Claim, answer: Answer, now_ns: int, result: Answered
     ) -> None:
-        if claim.starts and answer.groups:
-            claim.starts -= 1
+        if answer.groups or any(outcomes.ran(each.failure) for each in answer.errors):
+            claim.running = False
         for group in answer.groups:
             result.vectors += self._vectors(server, claim, answer, group, now_ns)
         if answer.groups:
@@ -218,7 +218,10 @@ class Replies:
     ) -> None:
         """None of its inputs has run or will."""
         queries = claim.unanswered()
-        if failure.code is Code.RESOURCE_EXHAUSTED:
+        if failure.reason is Reason.REQUEST_TOO_LARGE and server.too_small_for(claim):
+            result.ended = end(queries, outcomes.text_too_large(failure))
+            return
+        if outcomes.course(failure) is Course.HELD:
             server.hold(now_ns + _hold_ns(failure))
         else:
             server.failed(now_ns)

@@ -108,7 +108,7 @@ class Waiting:
         Returns (past their deadline, convicted).
         """
         queries = claim.unanswered()
-        if claim.starts:
+        if claim.running:
             return self.died(claim, queries, server, now_ns)
         dead, others = [], []
         for query in queries:

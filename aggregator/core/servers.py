@@ -89,6 +89,7 @@ class Server:
         "_cancelled_ns",
         "_cut",
         "_failed_birth",
+        "_idle_said",
         "_probe",
         "address",
         "births",
@@ -150,6 +151,7 @@ class Server:
         self._failed_birth = -1
         self._cancelled_ns = 0
         self._cut = False
+        self._idle_said = False
         self._probe = 0
 
     # What may be sent ----------------------------------------------------------------------------
@@ -171,6 +173,15 @@ class Server:
     def room_tokens(self) -> float:
         """What is left of its window for this stream."""
         return self.limits.window_tokens - self.unanswered_tokens if self.limits else 0.0
+
+    def too_small_for(self, claim: Claim) -> bool:
+        """Whether a lone text is larger than any request that it takes, by its own word."""
+        limits, queries = self.limits, claim.queries
+        return (
+            limits is not None
+            and len(queries) == 1
+            and queries[0].text_bytes > limits.request_bytes_max
+        )
 
     # What it said --------------------------------------------------------------------------------
 
@@ -199,13 +210,9 @@ class Server:
         """Take in a ServerState."""
         self.limits = limits
         self.heard_ns = now_ns
-        for claim_id in running:
-            claim = self.claims.get(claim_id)
-            if claim is not None:
-                claim.starts += 1
         if running:
-            self.seen_working()
-            self.boundary_claims = 0
+            self._pass_started(running)
+        self._note_missed(limits, now_ns)
         if limits.busy_ms <= 0.0:
             # What it has not heard of yet is on its way: it will be busy, for how long it will say.
             if not self.idle:
@@ -216,15 +223,34 @@ class Server:
             self.idle = False
             self._told_busy(limits, now_ns)
         self.pending_tokens = sum(
-            [claim.tokens_left for claim in self.claims.values() if claim.starts == 0]
+            [claim.tokens_left for claim in self.claims.values() if not claim.running]
         )
         arrived_ns = now_ns - self.reach_ns
         ours = [
             claim.tokens_left
             for claim in self.claims.values()
-            if claim.starts == 0 and claim.sent_ns <= arrived_ns
+            if not claim.running and claim.sent_ns <= arrived_ns
         ]
         self.others_tokens = max(0.0, limits.queued_tokens - sum(ours))
+
+    def _pass_started(self, running: Sequence[int]) -> None:
+        """A pass with inputs of these claims starts, so the one before, if any, has ended.
+
+        That was answered, or it raised: then what was in it is in this one or waits again.
+        """
+        for claim in self.claims.values():
+            claim.running = claim.claim_id in running
+            if claim.running:
+                claim.missed_ns = NEVER_NS
+        self.seen_working()
+        self.boundary_claims = 0
+
+    def _note_missed(self, limits: ServerLimits, now_ns: int) -> None:
+        """A server that has nothing to do has nothing of ours but what is still on its way."""
+        self._idle_said = limits.busy_ms <= 0.0 and limits.queued_tokens == 0
+        if self._idle_said:
+            for claim in self.claims.values():
+                claim.missed_ns = min(claim.missed_ns, now_ns)
 
     def timed(self, claim: Claim, elsewhere_ns: int, now_ns: int) -> None:
         """An answer came that spent `elsewhere_ns` in the server's queue and pass."""
@@ -267,7 +293,7 @@ class Server:
 
     def running_tokens(self) -> float:
         """Of ours, in the pass that runs."""
-        return sum([claim.tokens_left for claim in self.claims.values() if claim.starts])
+        return sum([claim.tokens_left for claim in self.claims.values() if claim.running])
 
     def seen_working(self) -> None:
         """A pass started or a vector came: its engine is up."""
@@ -304,7 +330,8 @@ class Server:
     def answered(self, claim: Claim, tokens: float) -> None:
         """Part of a claim, as estimated, is answered."""
         self.unanswered_tokens -= tokens
-        if claim.starts == 0:
+        claim.missed_ns = NEVER_NS
+        if not claim.running:
             self.pending_tokens = max(0.0, self.pending_tokens - tokens)
 
     def ended(self, claim: Claim) -> None:
@@ -372,6 +399,22 @@ class Server:
         if not self.claims or self.phase is ServerPhase.DOWN:
             return NEVER_NS
         return max(self.heard_ns, self._cancelled_ns) + silence_ns_max
+
+    def forgotten_at_ns(self, silence_ns_max: int) -> int:
+        """When a claim will have been unanswered for too long by a server with nothing to do.
+
+        It speaks of other claims, so it is not silent; only its word that it is idle, with nothing
+        queued, tells that it does not know this one.
+        """
+        if not self._idle_said or not self.claims or self.phase is ServerPhase.DOWN:
+            return NEVER_NS
+        since_ns = min(claim.missed_ns for claim in self.claims.values())
+        return min(max(since_ns, self._cancelled_ns) + silence_ns_max, NEVER_NS)
+
+    def forgot(self) -> None:
+        """No pass runs there, by its own word: none dies with its stream."""
+        for claim in self.claims.values():
+            claim.running = False
 
     def cancelled(self, now_ns: int) -> None:
         """Its stream is being cut; it is not used again before it opens anew."""

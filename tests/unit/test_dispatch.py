@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from aggregator.core.effects import Dispatch
 from aggregator.core.failures import Code, Reason
 from aggregator.core.query import IN_FLIGHT, WAITING
 from tests.unit.dispatch_bench import (
     DIED,
+    MS,
     NOT_STARTED,
     ODD,
     TARGET,
@@ -247,6 +249,79 @@ def test_a_silent_stream_with_unanswered_claims_is_cut() -> None:
     bench.lose(claim)
     bench.down()
     assert offsets(one(bench.says())) == [0]
+
+
+def talks_of_others(bench: Bench, seconds: int) -> list[Dispatch]:
+    """Once a second a pass of other callers, announced with all that comes with it."""
+    sent = []
+    for _ in range(seconds):
+        sent += bench.tick(990) + bench.says(busy_ms=5)
+        sent += bench.tick(10) + bench.says()
+        if bench.cancels:
+            break
+    return sent
+
+
+def test_a_server_that_forgot_a_claim_is_cut_though_it_speaks() -> None:
+    bench = Bench()
+    bench.says()
+    (query,) = make_queries(1)
+    claim = one(bench.admit(query))
+    began_ns = bench.now_ns
+    bench.tick(10)
+    bench.says()
+    talks_of_others(bench, 400)
+    assert [cancel.server for cancel in bench.cancels] == ["a"]
+    assert "idle" in bench.cancels[0].message
+    assert (bench.now_ns - began_ns) // MS == 15_010
+    bench.lose(claim)
+    bench.down()
+    assert offsets(one(bench.says())) == [0]
+    assert (query.losses, query.deaths, query.attempts) == (1, 0, 0)
+
+
+def test_nor_does_a_claim_whose_pass_has_ended_wait_for_ever_or_die_by_it() -> None:
+    bench = Bench()
+    bench.says()
+    (query,) = make_queries(1)
+    claim = one(bench.admit(query))
+    bench.says(running=[claim.claim_id], busy_ms=15)
+    bench.tick(15)
+    bench.says()
+    talks_of_others(bench, 400)
+    assert len(bench.cancels) == 1
+    bench.lose(claim)
+    assert (query.losses, query.deaths) == (1, 0)
+
+
+def test_a_claim_that_waits_its_turn_is_not_forgotten() -> None:
+    """Bulk behind interactive: never started, but queued whenever the server speaks."""
+    bench = Bench()
+    bench.says()
+    bench.admit(make_query(0))
+    bench.says()  # before the claim came there
+    for _ in range(40):
+        bench.tick(1_000)
+        bench.says(busy_ms=15, queued=10)
+        assert bench.cancels == []
+    bench.says(busy_ms=0, queued=10)  # between two passes
+    assert bench.cancels == []
+
+
+def test_nor_one_whose_pass_has_just_ended() -> None:
+    bench = Bench()
+    bench.says()
+    claim = one(bench.admit(make_query(0)))
+    bench.says()
+    for _ in range(4):
+        bench.tick(5_000)
+        bench.says(busy_ms=15, queued=10)
+    bench.says(running=[claim.claim_id], busy_ms=15)
+    bench.tick(15)
+    bench.says()  # the answer is on its way
+    assert bench.cancels == []
+    bench.answer(claim)
+    assert bench.wake_ms() is None
 
 
 def test_a_server_that_holds_too_much_is_left_alone_as_long_as_it_says() -> None:

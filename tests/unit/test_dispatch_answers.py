@@ -275,3 +275,83 @@ def test_after_three_bad_answers_only_those_who_got_one_alone_end() -> None:
     assert bench.ended[0].failure.reason is Reason.BAD_ANSWER
     assert bench.ended[0].failure.dead_letter
     assert answered == 5
+
+
+# Requests that are too large ----------------------------------------------------------------------
+
+TOO_LARGE = failure(
+    Code.RESOURCE_EXHAUSTED, Reason.REQUEST_TOO_LARGE, field="inputs", retry_after_ms=1
+)
+
+
+def test_a_text_that_no_request_can_hold_ends_at_once_and_says_so() -> None:
+    bench = Bench()
+    bench.says()
+    large, *mates = make_queries(5)
+    large.text_bytes = 20 << 20
+    claim, *others = bench.admit(large, *mates)
+    assert offsets(claim) == [0]
+    bench.answer(claim, refused=TOO_LARGE)
+    (ended,) = bench.ended
+    assert ended is large
+    assert ended.failure == Failure(
+        code=Code.INVALID_ARGUMENT,
+        reason=Reason.INVALID_FIELD,
+        field="text",
+        message="the text is too large for its model server: told so",
+    )
+    others += bench.says()
+    assert sorted(number for claim in others for number in offsets(claim)) == [1, 2, 3, 4]
+
+
+def test_a_request_of_several_that_is_too_large_costs_an_attempt_and_ends() -> None:
+    """Its server takes less than it told: in the end each goes alone, and none is blamed for it."""
+    bench = Bench()
+    bench.says()
+    queries = make_queries(4)
+    sent = bench.admit(*queries)
+    sizes: list[int] = []
+    while len(bench.ended) + sum(query.phase == WRITING for query in queries) < 4:
+        assert len(sizes) < 100
+        for claim in sent:
+            sizes.append(len(claim.queries))
+            if len(claim.queries) > 1:
+                bench.answer(claim, refused=TOO_LARGE)
+            else:
+                for rows in bench.answer(claim).vectors:
+                    rows.queries[0].phase = WRITING
+        sent = bench.says() or bench.tick(bench.wake_ms() or 1)
+    assert bench.ended == []
+    assert sizes[-4:] == [1, 1, 1, 1]
+    assert [query.attempts for query in queries] == [4] * 4
+
+
+def test_a_server_that_refuses_what_it_says_it_takes_is_at_fault_itself() -> None:
+    bench = Bench()
+    bench.says()
+    sent = bench.admit(make_query(0))
+    for _ in range(100):
+        for claim in sent:
+            bench.answer(claim, refused=TOO_LARGE)
+        if bench.ended:
+            break
+        sent = bench.says() or bench.tick(bench.wake_ms() or 1)
+    (query,) = bench.ended
+    assert query.attempts == 5
+    assert query.failure is not None
+    assert query.failure.reason is Reason.SERVER_ERROR
+    assert query.failure.message == "RESOURCE_EXHAUSTED: told so"
+    assert query.failure.dead_letter
+
+
+def test_an_input_that_is_too_large_for_its_server_is_not_sent_for_ever() -> None:
+    bench = Bench()
+    bench.says()
+    sent = bench.admit(make_query(0))
+    for _ in range(100):
+        for claim in sent:
+            bench.answer(claim, [], errors=[(0, TOO_LARGE)])
+        if bench.ended:
+            break
+        sent = bench.says() or bench.tick(bench.wake_ms() or 1)
+    assert [query.attempts for query in bench.ended] == [5]

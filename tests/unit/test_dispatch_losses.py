@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
+
 from aggregator.core.events import Loss
-from aggregator.core.failures import Reason
+from aggregator.core.failures import Code, Failure, Reason
 from tests.unit.dispatch_bench import (
     DIED,
     NOT_STARTED,
     ODD,
     Bench,
+    failure,
     make_queries,
     make_query,
     offsets,
     one,
     waiting_phases,
 )
+
+NOT_FINITE = failure(Code.INTERNAL, Reason.NOT_FINITE)
+FAILED_ALONE = failure(Code.INTERNAL, Reason.ENGINE_FAILED_ALONE)
+EXPIRED = failure(Code.DEADLINE_EXCEEDED, Reason.EXPIRED)
+REFUSED = failure(Code.INVALID_ARGUMENT, Reason.INVALID_FIELD, field="text")
 
 # Deaths -------------------------------------------------------------------------------------------
 
@@ -40,6 +48,43 @@ def test_a_part_that_was_answered_does_not_keep_a_claim_started() -> None:
     bench.lose(claim)
     assert [query.deaths for query in claim.queries] == [0, 0, 0, 0]
     assert [query.losses for query in claim.queries] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("ended", [NOT_FINITE, FAILED_ALONE, ODD])
+def test_a_part_that_failed_does_not_keep_a_claim_started(ended: Failure) -> None:
+    bench = Bench()
+    bench.says()
+    claim = one(bench.admit(*make_queries(3)))
+    bench.says(running=[claim.claim_id], busy_ms=15)
+    bench.answer(claim, [], errors=[(0, ended)], last=False)
+    bench.lose(claim)
+    assert [query.deaths for query in claim.queries] == [0, 0, 0]
+    assert [query.losses for query in claim.queries] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("unrun", [EXPIRED, REFUSED])
+def test_a_part_that_was_never_in_a_pass_does_not_end_one(unrun: Failure) -> None:
+    bench = Bench()
+    bench.says()
+    claim = one(bench.admit(*make_queries(3, ttl_ms=60_000)))
+    bench.says(running=[claim.claim_id], busy_ms=15)
+    bench.answer(claim, [], errors=[(0, unrun)], last=False)
+    bench.lose(claim)
+    assert [query.deaths for query in claim.queries] == [0, 1, 1]
+
+
+def test_a_pass_that_raised_does_not_keep_a_claim_started() -> None:
+    """Its halves are passes of their own: after their answers nothing of it has started."""
+    bench = Bench()
+    bench.says()
+    claim = one(bench.admit(*make_queries(3)))
+    bench.says(running=[claim.claim_id], busy_ms=15)  # raises
+    for half in ([0], [1]):
+        bench.says(running=[claim.claim_id], busy_ms=15)
+        bench.answer(claim, half, last=False)
+    bench.lose(claim)
+    assert [query.deaths for query in claim.queries] == [0, 0, 0]
+    assert [query.losses for query in claim.queries] == [0, 0, 1]
 
 
 def test_the_fifth_unannounced_loss_counts_as_a_death() -> None:

@@ -93,6 +93,8 @@ def test_environment_overrides_the_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("AGGREGATOR_KAFKA", '{"linger.ms": NaN}', "kafka.linger.ms."),
         ("AGGREGATOR_INSTANCE_NAME", "a" * 1_001, "instance_name: "),
         ("AGGREGATOR_GROUP_ID", "a" * 1_001, "group_id: "),
+        # Model servers take no more, whatever an aggregator lets through.
+        ("AGGREGATOR_TEXT_BYTES_MAX", "131073", "text_bytes_max: Input should be less than or"),
     ],
 )
 def test_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
