@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from model_server.engines.base import Tokens, Vectors
+from model_server.engines.base import EngineOutOfMemoryError, Tokens, Vectors
 from model_server.engines.model_folder import ModelFolder, ModelRefusedError
 from model_server.engines.modules import Tail
 from model_server.engines.pooling import pool
+from model_server.engines.torch_runtime import after_failed_pass
 
 
 class StockModel:
@@ -33,6 +34,30 @@ class StockModel:
         ids = torch.tensor([list(one.ids)], device=self._device)
         output = self._transformer(input_ids=ids, attention_mask=torch.ones_like(ids))
         return pool_and_finish(output.last_hidden_state[0], [one], self._folder, self._tail)
+
+
+class ReferenceModel:
+    """The stock model beside an engine: on the device asked for, on the CPU where that is full."""
+
+    def __init__(self, folder: ModelFolder, device: torch.device) -> None:
+        self._folder = folder
+        try:
+            self._model = StockModel(folder, device)
+        except RuntimeError as error:
+            self._model = self._on_cpu(error)
+
+    def embed(self, one: Tokens) -> Vectors:
+        """Its vector, float32 [1, dimensions]."""
+        try:
+            return self._model.embed(one)
+        except RuntimeError as error:
+            self._model = self._on_cpu(error)
+        return self._model.embed(one)
+
+    def _on_cpu(self, error: RuntimeError) -> StockModel:
+        if not isinstance(after_failed_pass(error), EngineOutOfMemoryError):
+            raise error
+        return StockModel(self._folder, torch.device("cpu"))
 
 
 def pool_and_finish(

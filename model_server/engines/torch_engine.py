@@ -34,7 +34,7 @@ from model_server.engines.description import (
 )
 from model_server.engines.model_folder import ModelFolder, ModelRefusedError, read_model_folder
 from model_server.engines.stock_model import (
-    StockModel,
+    ReferenceModel,
     load_tail,
     load_transformer,
     pool_and_finish,
@@ -192,12 +192,13 @@ class TorchEngine:
     def reference(self, inputs: Sequence[Tokens]) -> Vectors:
         """The same vectors by transformers' stock attention in float32, one input at a time.
 
-        Loads a second copy of the weights for the time of the call.
+        Loads a second copy of the weights for the time of the call, on the CPU where the device has
+        no room for it.
         """
         if self._model is None:
             raise EngineDiedError("the engine is closed")
-        stock = StockModel(self._model.folder, self._model.device)
-        return np.concatenate([stock.embed(one) for one in inputs])
+        reference = ReferenceModel(self._model.folder, self._model.device)
+        return np.concatenate([reference.embed(one) for one in inputs])
 
     def close(self) -> None:
         """Free the weights. Idempotent."""

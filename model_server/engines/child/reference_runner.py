@@ -13,7 +13,7 @@ import torch
 
 from model_server.engines.base import EnginePass, Tokens, Vectors
 from model_server.engines.model_folder import read_model_folder
-from model_server.engines.stock_model import StockModel
+from model_server.engines.stock_model import ReferenceModel
 
 
 class ReferenceRunner:
@@ -21,15 +21,8 @@ class ReferenceRunner:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """`model`: the folder, `pooling`: the option, `device`: of torch."""
-        self._folder = read_model_folder(options["model"], options["pooling"])
-        self._model = self._load(torch.device(options["device"]))
-
-    def _load(self, device: torch.device) -> StockModel:
-        try:
-            return StockModel(self._folder, device)
-        except torch.OutOfMemoryError:
-            # The engine itself has the rest of the GPU.
-            return StockModel(self._folder, torch.device("cpu"))
+        folder = read_model_folder(options["model"], options["pooling"])
+        self._model = ReferenceModel(folder, torch.device(options["device"]))
 
     @property
     def ready(self) -> Mapping[str, Any]:
@@ -38,11 +31,7 @@ class ReferenceRunner:
 
     def embed(self, inputs: Sequence[Tokens]) -> tuple[Vectors, Sequence[EnginePass]]:
         """Each input alone."""
-        try:
-            vectors = [self._model.embed(one) for one in inputs]
-        except torch.OutOfMemoryError:
-            self._model = self._load(torch.device("cpu"))
-            vectors = [self._model.embed(one) for one in inputs]
+        vectors = [self._model.embed(one) for one in inputs]
         passes = [EnginePass(sequences=1, tokens=len(one.ids)) for one in inputs]
         return np.concatenate(vectors), passes
 
