@@ -7,6 +7,7 @@ the same files and settings give the same revision on every machine; paths and t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -31,8 +32,8 @@ def model_revision(
     """The revision of a model whose files lie in `folders`, the model's root first.
 
     `settings`, in JSON values, are what decides the vectors besides the files: prompts, pooling,
-    maximum, dtype, quantisation, ... With a `cache_dir`, hashes of files of unchanged path, size
-    and time of change are not made again.
+    maximum, dtype, quantisation, ... With a `cache_dir`, hashes of files that are unchanged by all
+    that their file system says of them are not made again; where it can't be written they are.
     """
     cache = _FileHashes(cache_dir)
     root = folders[0]
@@ -55,7 +56,11 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 class _FileHashes:
-    """SHA-256 of files, remembered by path, size and time of change."""
+    """SHA-256 of files, remembered by path, size, times and inode.
+
+    The time of modification alone can be set back, and tools that copy weights do; that of the
+    inode's change can't.
+    """
 
     def __init__(self, cache_dir: Path | None) -> None:
         self._path = None if cache_dir is None else cache_dir / "file-hashes.json"
@@ -64,7 +69,8 @@ class _FileHashes:
 
     def sha256(self, path: Path) -> str:
         status = path.stat()
-        key = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}"
+        name = f"{path.resolve()}:"
+        key = f"{name}{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
         known = self._known.get(key)
         if isinstance(known, str):
             return known
@@ -72,10 +78,12 @@ class _FileHashes:
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
+        self._known = {k: v for k, v in self._known.items() if not k.startswith(name)}
         self._known[key] = digest.hexdigest()
         self._changed = True
         return digest.hexdigest()
 
     def save(self) -> None:
         if self._path is not None and self._changed:
-            write_atomically(self._path, json.dumps(self._known).encode())
+            with contextlib.suppress(OSError):
+                write_atomically(self._path, json.dumps(self._known).encode())

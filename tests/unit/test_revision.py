@@ -80,6 +80,32 @@ def test_hashes_of_unchanged_files_are_remembered(model: Path, tmp_path: Path) -
     assert revision(model, cache=cache) == before
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_other_weights_of_the_same_size_and_time_are_seen(
+    model: Path, tmp_path: Path, replaced: bool
+) -> None:
+    """As `rsync --times` and archives leave them: written over, or put in the old one's place."""
+    weights = model / "model.safetensors"
+    before = revision(model, cache=tmp_path)
+    status = weights.stat()
+    written = tmp_path / "new" if replaced else weights
+    written.write_bytes(b"WEIGHTS")
+    while (now := written.stat()).st_mtime_ns != status.st_mtime_ns or (
+        now.st_ctime_ns == status.st_ctime_ns
+    ):  # its clock may tick slowly
+        os.utime(written, ns=(status.st_atime_ns, status.st_mtime_ns))
+    written.replace(weights)
+    assert weights.stat().st_size == status.st_size
+    assert revision(model, cache=tmp_path) == revision(model) != before
+    kept = json.loads((tmp_path / "file-hashes.json").read_bytes())
+    assert len(kept) == 3, "what is known of a file that is gone is forgotten"
+
+
+def test_a_cache_that_can_not_be_written_is_done_without(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert revision(model, cache=tmp_path / "file" / "cache") == revision(model)
+
+
 def test_a_damaged_cache_is_remade(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file-hashes.json").write_bytes(b'{"half')
     assert revision(model, cache=tmp_path) == revision(model)
