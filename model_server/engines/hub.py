@@ -33,6 +33,11 @@ def model_folder(settings: ModelServerSettings) -> Path | None:
                 f"model {settings.model}: there is no model in this folder, neither "
                 f"{' nor '.join(_MODEL_FILES)}"
             )
+        if settings.model_revision is not None:
+            raise HubError(
+                f"model_revision {settings.model_revision!r} is for models of the hub, and "
+                f"{settings.model} is a folder: leave it out"
+            )
         return folder
     if folder.is_absolute() or settings.model.startswith(".") or settings.model.count("/") > 1:
         raise HubError(f"model {settings.model}: no such folder")

@@ -133,6 +133,12 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path, name: str) -> None:
     assert model_folder(settings(model=str(tmp_path))) == tmp_path
 
 
+def test_a_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").touch()
+    with pytest.raises(HubError, match=r"model_revision 'v2' .* folder"):
+        model_folder(settings(model=str(tmp_path), model_revision="v2"))
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").touch()
     with pytest.raises(HubError, match="there is no model in this folder"):
