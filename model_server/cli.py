@@ -340,9 +340,11 @@ def _profile(
         )
     except HubError as error:
         raise click.ClickException(str(error)) from error
-    if store and cache_dir is not None:
-        keep(measured, cache_dir, console)
-    show(measured, options, console)
+    try:
+        if store and cache_dir is not None:
+            keep(measured, cache_dir, console)
+    finally:
+        show(measured, options, console)
 
 
 @main.command(epilog=EXAMPLES_EMBED)

