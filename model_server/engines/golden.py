@@ -53,6 +53,8 @@ class GoldenReport:
     """The bound that held."""
     from_cache: bool
     """The reference vectors were kept from an earlier start."""
+    not_kept: str
+    """Why they could not be kept for a later one; empty: nothing failed."""
 
 
 def golden_tokens(engine: Engine) -> list[Tokens]:
@@ -103,14 +105,14 @@ def check_golden(
     tokens = golden_tokens(engine)
     path = None if cache_dir is None else cache_dir / f"golden-{engine.info.revision}.json"
     reference = None if path is None else _read_reference(path, tokens, engine.info.dimensions)
-    from_cache = reference is not None
+    from_cache, not_kept = reference is not None, ""
     if reference is None:
         reference = engine.reference(tokens)
         if reference is None:
             return None
         _check_shape(reference, tokens, engine.info.dimensions, "the reference")
         if path is not None:
-            _write_reference(path, tokens, reference)
+            not_kept = _write_reference(path, tokens, reference)
     passes = _passes(tokens, engine.info.input_tokens_max, inputs_max)
     together = np.concatenate([engine.embed(one) for one in passes])
     alone = np.concatenate([engine.embed([one]) for one in tokens])
@@ -124,7 +126,10 @@ def check_golden(
             f"cosine {cosines[worst]:.6f} to the model's own vector, below {bound}"
         )
     return GoldenReport(
-        cosines=tuple(float(value) for value in cosines), cosine_min=bound, from_cache=from_cache
+        cosines=tuple(float(value) for value in cosines),
+        cosine_min=bound,
+        from_cache=from_cache,
+        not_kept=not_kept,
     )
 
 
@@ -181,9 +186,14 @@ def _read_reference(path: Path, tokens: Sequence[Tokens], dimensions: int) -> Ve
     return vectors
 
 
-def _write_reference(path: Path, tokens: Sequence[Tokens], vectors: Vectors) -> None:
+def _write_reference(path: Path, tokens: Sequence[Tokens], vectors: Vectors) -> str:
+    """Keep them; why that failed."""
     kept = {
         "ids": [[int(token) for token in one.ids] for one in tokens],
         "vectors": [[float(number) for number in row] for row in vectors],
     }
-    write_atomically(path, json.dumps(kept).encode())
+    try:
+        write_atomically(path, json.dumps(kept).encode())
+    except OSError as error:
+        return str(error)
+    return ""

@@ -108,6 +108,8 @@ def start_engine(load: Callable[[], Engine], options: StartOptions, log: Logger)
                 cosine_min=report.cosine_min,
                 from_cache=report.from_cache,
             )
+            if report.not_kept:
+                log.warning("golden vectors not kept", reason=report.not_kept)
         found = options.finder.find(engine) if options.finder is not None else None
         limits = options.limits(engine.info.input_tokens_max, found.tokens if found else None)
         first = _tokens(engine, GOLDEN_TEXTS[0])

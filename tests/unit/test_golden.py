@@ -114,6 +114,16 @@ def test_short_texts_go_together() -> None:
     assert [len(lengths) for lengths in engine.ran[:2]] == [7, 1]
 
 
+def test_a_reference_that_can_not_be_kept_is_used_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    report = check_golden(Fake(), tmp_path / "file" / "cache")
+    assert report is not None
+    assert "file" in report.not_kept
+    kept = check_golden(Fake(), tmp_path)
+    assert kept is not None
+    assert kept.not_kept == ""
+
+
 def test_another_revision_has_a_reference_of_its_own(tmp_path: Path) -> None:
     engine = Fake()
     check_golden(engine, tmp_path)
