@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from model_server.engines.base import Engine, EngineOutOfMemoryError, Text, Toke
 from model_server.engines.golden import GOLDEN_TEXTS, check_golden, cosine_bound
 from model_server.server.canary import Canary, make_canary
 from model_server.server.jobs import embed
+from model_server.settings import MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from model_server.telemetry.logs import Logger
 
 _WARM_UP_TEXT = "warm "
+_OUTPUT_BYTES = 64
+"""More than an output has in a message besides its vector."""
 
 
 class StartError(Exception):
@@ -93,6 +96,7 @@ def start_engine(load: Callable[[], Engine], options: StartOptions, log: Logger)
     started = time.monotonic()
     engine = load()
     try:
+        options = _answerable(options, engine.info.dimensions, log)
         options.limits(engine.info.input_tokens_max)  # contradictions come before what takes long
         log.info("engine loaded", seconds=round(time.monotonic() - started, 3))
         report = check_golden(
@@ -128,6 +132,19 @@ def start_engine(load: Callable[[], Engine], options: StartOptions, log: Logger)
         target_source=found.source if found is not None else options.target_source,
         found=found,
     )
+
+
+def _answerable(options: StartOptions, dimensions: int, log: Logger) -> StartOptions:
+    """With no more inputs to a request than one message has room for the vectors of."""
+    inputs_max = MESSAGE_BYTES_MAX // (4 * dimensions + _OUTPUT_BYTES)
+    if options.inputs_max <= inputs_max:
+        return options
+    log.warning(
+        "inputs_max lowered",
+        inputs_max=inputs_max,
+        reason=f"a message of {MESSAGE_BYTES_MAX} bytes holds no more vectors of {dimensions}",
+    )
+    return replace(options, inputs_max=inputs_max)
 
 
 def _tokens(engine: Engine, text: str) -> Tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 import huggingface_hub
 import pytest
 import structlog
+from structlog.testing import LogCapture
 
+from model_server.engines import golden
 from model_server.engines.base import Tokens, Vectors
 from model_server.engines.factory import EngineUnavailableError, create_engine
 from model_server.engines.golden import GoldenMismatchError
 from model_server.engines.hub import HubError, model_folder
 from model_server.engines.simulated import SimulatedEngine, SimulatedOptions
 from model_server.server.startup import Started, StartError, StartOptions, start_engine
-from model_server.settings import load_settings
+from model_server.settings import MESSAGE_BYTES_MAX, load_settings
+from protos.embedding.v1 import embedding_service_pb2 as pb
 
 
 class CountingEngine(SimulatedEngine):
@@ -118,6 +122,37 @@ def test_a_maximum_below_one_input_is_refused() -> None:
     with pytest.raises(StartError, match="below the model's maximum for one input"):
         start(engine, batch_tokens_max=500)
     assert engine.closed
+
+
+@pytest.mark.parametrize(("dimensions", "most"), [(384, 1_000), (65_536, 255)])
+def test_a_request_has_no_more_inputs_than_one_message_can_answer(
+    dimensions: int, most: int
+) -> None:
+    logged = LogCapture()
+    log = structlog.wrap_logger(structlog.PrintLogger(), processors=[logged])
+    engine = CountingEngine(dimensions=dimensions)
+    started = start_engine(lambda: engine, options(inputs_max=1_000), log)
+    assert started.limits.inputs_max == most
+    lowered = [line for line in logged.entries if line["event"] == "inputs_max lowered"]
+    assert len(lowered) == (most < 1_000)
+    output = pb.Output(tokens=1 << 20, dimensions=dimensions, embedding=bytes(4 * dimensions))
+    output.encoding, output.scale = 3, 1.0  # type: ignore[assignment]
+    assert pb.EmbedResponse(outputs=[output]).ByteSize() * most < MESSAGE_BYTES_MAX
+
+
+def test_a_cache_that_can_not_be_written_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(golden, "write_atomically", full)
+    logged = LogCapture()
+    log = structlog.wrap_logger(structlog.PrintLogger(), processors=[logged])
+    engine = CountingEngine()
+    assert start_engine(lambda: engine, options(cache_dir=tmp_path), log).engine is engine
+    told = [line for line in logged.entries if line["event"] == "golden vectors not kept"]
+    assert [line["reason"] for line in told] == ["[Errno 28] No space left on device"]
 
 
 # The model's folder
