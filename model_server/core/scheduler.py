@@ -52,7 +52,6 @@ from model_server.core.events import (
     StreamOpened,
     Tick,
 )
-from model_server.core.expiries import Expiries
 from model_server.core.failures import (
     EXPIRED,
     Failure,
@@ -61,6 +60,7 @@ from model_server.core.failures import (
     not_started,
     too_much_held,
 )
+from model_server.core.held import HeldRequests
 from model_server.core.lifecycle import Lifecycle, Phase
 from model_server.core.limits import Limits
 from model_server.core.memory import MemoryRoom
@@ -95,8 +95,9 @@ class Scheduler:
         self._options = options
         self._lifecycle = Lifecycle()
         self._memory = MemoryRoom(options.limits)
-        self._requests: dict[int, Request] = {}
         self._streams = Streams()
+        self._held = HeldRequests(self._streams)
+        self._requests = self._held.requests
         self._passes = Passes(self._requests)
         self._times = PassTimes()
         self._steering = Steering()
@@ -105,7 +106,6 @@ class Scheduler:
         self._pass: RunningPass | None = None
         self._pass_id = 0
         self._idle_said = True
-        self._expiries = Expiries(self._requests)
         self._drain_by_ns = 0
         self._armed_ns = 0
         self._first: list[Effect] = []
@@ -185,7 +185,9 @@ class Scheduler:
 
     def _stream_closed(self, event: StreamClosed, now_ns: int) -> None:
         for key in self._streams.close(event.stream):
-            self._drop(self._requests[key])
+            request = self._requests[key]
+            self._held.drop(request)
+            self._dropped(request)
         self._share_windows(now_ns)
 
     def _request_arrived(self, event: RequestArrived, now_ns: int) -> None:
@@ -203,10 +205,8 @@ class Scheduler:
             return
         request = Request(event)
         if request.unanswered:
-            self._requests[request.key] = request
+            self._held.take(request, now_ns)
             self._passes.queue.push(request)
-            self._streams.hold(request, now_ns)
-            self._expiries.add(request)
         if event.failures:
             last = not request.unanswered
             self._out.append(Fail(request=request.key, failures=event.failures, last=last))
@@ -223,14 +223,11 @@ class Scheduler:
         self._streams.tokenized(event.request)
         request = self._requests.get(event.request)
         if request is not None:
-            self._streams.release(request, request.held_tokens)
-            self._streams.forget(request)
-            self._drop(request)
+            self._held.cancel(request)
+            self._dropped(request)
 
-    def _drop(self, request: Request) -> None:
-        """Nobody waits for it: its inputs leave the queue, and a pass that only it waited for."""
-        request.gone = True
-        del self._requests[request.key]
+    def _dropped(self, request: Request) -> None:
+        """Nobody waits for it any more, nor for a pass that only it waited for."""
         running = self._pass
         if running is None:
             return
@@ -242,31 +239,14 @@ class Scheduler:
         if not any(part.request in self._requests for part in running.parts):
             self._pass = None
 
-    def _answered(self, request: Request, indexes: Sequence[int], now_ns: int) -> bool:
-        """Strike inputs off everywhere; True when the request is complete."""
-        held = request.held_tokens
-        last = request.answered(indexes)
-        self._streams.release(request, held - request.held_tokens)
-        self._streams.said(request.stream, now_ns)
-        if last:
-            self._streams.forget(request)
-            del self._requests[request.key]
-            request.gone = True
-        return last
-
     def _fail(self, key: int, indexes: Sequence[int], failure: Failure, now_ns: int) -> None:
-        request = self._requests.get(key)
-        if request is None or not indexes:
-            return
-        last = self._answered(request, indexes, now_ns)
-        failures = [(index, failure) for index in indexes]
-        self._out.append(Fail(request=key, failures=failures, last=last))
+        self._out += self._held.fail(key, indexes, failure, now_ns)
 
     # Passes
 
     def _advance(self, now_ns: int) -> None:
         """The engine is free: start the next pass, or say that it is idle."""
-        self._expire(now_ns)
+        self._out += self._held.expire(now_ns)
         limits = self._memory.limits
         room = limits.batch_tokens_target
         if not self._memory.short:
@@ -365,7 +345,7 @@ class Scheduler:
         for part in ended.parts:
             request = self._requests.get(part.request)
             if request is not None:
-                last = self._answered(request, part.indexes, now_ns)
+                last = self._held.answered(request, part.indexes, now_ns)
                 answered.append(
                     AnsweredPart(request=part.request, indexes=part.indexes, row=row, last=last)
                 )
@@ -466,13 +446,7 @@ class Scheduler:
                 self._fail(part.request, part.indexes, failure, now_ns)
         for part in self._passes.undecided():
             self._fail(part.request, part.indexes, rest, now_ns)
-        for request in list(self._requests.values()):
-            waiting = request.waiting[request.position :]
-            if len(waiting) == len(request.tokens):
-                self._answered(request, waiting, now_ns)
-                self._out.append(Refuse(request=request.key, failure=rest))
-            else:
-                self._fail(request.key, waiting, rest, now_ns)
+        self._out += self._held.fail_waiting(rest, now_ns)
         self._passes.clear()
         self._pass = None
         self._idle_said = True
@@ -497,7 +471,7 @@ class Scheduler:
     # Time
 
     def _check_times(self, now_ns: int) -> None:
-        self._expire(now_ns)
+        self._out += self._held.expire(now_ns)
         self._say(self._streams.silent(now_ns), now_ns)
         running = self._pass
         if running is not None:
@@ -524,14 +498,9 @@ class Scheduler:
         self._after.append(CutStream(stream=stream, failure=unread))
         self._stream_closed(StreamClosed(stream=stream), now_ns)
 
-    def _expire(self, now_ns: int) -> None:
-        """Answer waiting inputs whose time is over."""
-        for request, due in self._expiries.take(now_ns):
-            self._fail(request.key, due, EXPIRED, now_ns)
-
     def _arm(self, now_ns: int) -> None:
         """Ask for the next `Tick`, if it must come sooner than asked for, or none is due."""
-        expires_ns = self._expiries.next_ns()
+        expires_ns = self._held.expires_ns()
         times = [expires_ns] if expires_ns is not None else []
         if self._pass is not None:
             limit = self._options.pass_timeout_ns if self._pass.started else ANNOUNCE_TIMEOUT_NS

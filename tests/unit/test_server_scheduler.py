@@ -186,7 +186,7 @@ def test_deadlines_of_requests_that_are_gone_are_not_kept(world: SchedulerWorld)
         world.done(duration_ms=0)
         # An earlier deadline is always alive.
         world.send([1], timeouts_ms=[300])
-    assert len(world.scheduler._expiries._heap) < 200
+    assert len(world.scheduler._held._expiries._heap) < 200
     soon = world.send([1], timeouts_ms=[20])
     later = world.send([1], timeouts_ms=[60])
     world.later(40)
