@@ -130,7 +130,7 @@ class Bridge:
         if last:
             self._taken()
         else:
-            self._loop.call_soon(self._go_on, parts)
+            self._soon(self._go_on, parts)
 
     def _go_on(self, parts: Iterator[tuple[ev.RecordsPolled, bool]]) -> None:
         """Admit the next part, unless a drain or the end came between: the next owner reads it."""

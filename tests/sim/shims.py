@@ -1,9 +1,9 @@
 """What the real adapters find in place of threads, queues, clocks and Kafka's clients.
 
 `installed(kernel)` puts these into the modules `kafka_source`, `kafka_starts`, `kafka_commits`,
-`kafka_sink`, `kafka_offsets`, `kafka_transactions`, `server_stream` and `bridge` for the length of a
-run, so that their code runs unchanged in virtual time. Each finds out by the kernel's `owner` whose
-process calls. It must not decide anything.
+`kafka_sink`, `kafka_offsets`, `kafka_transactions`, `server_stream` and `bridge` for the length of
+a run, so that their code runs unchanged in virtual time. Each finds out by the kernel's `owner`
+whose process calls. It must not decide anything.
 """
 
 from __future__ import annotations

@@ -111,8 +111,9 @@ class TopicChecks:
     def taken_over(self, consumer: SimConsumer, tp: TopicPartition, offset: int) -> None:
         """Guarantee 3, as its next owner starts to read."""
         owner = self._broker.group.owner.get(tp)
-        if owner is not None and owner.consumer is consumer:  # else it is the last to know
-            self._readers[tp] = consumer
+        if owner is None or owner.consumer is not consumer:
+            return  # it is the last to know, and commits nothing any more
+        self._readers[tp] = consumer
         offsets = self._offsets[tp]
         before = self._before.get(tp)
         again = 0
