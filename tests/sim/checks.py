@@ -297,7 +297,9 @@ class Checks(TopicChecks):
         self._kernel.fire("revoke: abandoned some" if effect.abandoned else "revoke: finished")
         for epoch in watch.revoking.pop(effect.revoke_id):
             epoch.released = True
-            clean = not effect.abandoned and epoch.commit_done and not cut_off
+            # What a drain gave up in the same moment it counts as its own.
+            drained = watch.drain_by_ns and now_ns >= watch.drain_by_ns
+            clean = not (effect.abandoned or cut_off or drained) and epoch.commit_done
             self._end_epoch(watch, epoch, clean=clean)
 
     def revoke_returned(
