@@ -275,7 +275,12 @@ def _pass_over_target(chooser: passes.Passes, chosen: Chosen, limits: Any, _toke
 
 
 def _blame_left_over(
-    halves: isolation.Isolation, parts: Sequence[Any], message: str, *, alone: bool
+    halves: isolation.Isolation,
+    parts: Sequence[Any],
+    message: str,
+    *,
+    alone: bool,
+    out_of_memory: bool = False,
 ) -> None:
     """As it was until simulation found it: one that is left over is taken to have raised alone."""
     if sum(len(part.indexes) for part in parts) == 1:
@@ -285,7 +290,12 @@ def _blame_left_over(
 
 
 def _blame_all(
-    halves: isolation.Isolation, parts: Sequence[Any], message: str, *, alone: bool
+    halves: isolation.Isolation,
+    parts: Sequence[Any],
+    message: str,
+    *,
+    alone: bool,
+    out_of_memory: bool = False,
 ) -> None:
     """Whoever is first in a pass that raised is blamed."""
     halves._suspect = isolation.Suspect(part=parts[0], message=message)
@@ -486,7 +496,7 @@ _TABLE: tuple[tuple[str, Sequence[int], Any, str, Any], ...] = (
         "watermark",
         property(_highest_seen),
     ),
-    ("the watermark moves before durability", (2,), L, "advance", _advance_over_writing),
+    ("the watermark moves before durability", (1, 2), L, "advance", _advance_over_writing),
     (
         "settled before its letter is",
         (0, 1, 2),
