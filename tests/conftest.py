@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,6 +28,10 @@ settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any-machine")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a job in the background: all that tests start would be deaf to SIGINT too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
