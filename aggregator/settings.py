@@ -65,6 +65,8 @@ def _host_port(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 65536:
         raise ValueError(f"{value!r} is not HOST:PORT")
+    if "=" in host:  # the next model, after the wrong separator
+        raise ValueError(f"{value!r} is not HOST:PORT (models are separated by ';')")
     try:
         host.encode("idna")  # as sockets do
     except UnicodeError as error:

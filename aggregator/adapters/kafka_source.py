@@ -156,7 +156,8 @@ class KafkaSource:
         self._commands: queue.SimpleQueue[SourceCommand | _Taken | _Close] = queue.SimpleQueue()
         config = consumer_config(options.kafka)
         config |= {"error_cb": self._on_error, "on_commit": self._on_commit}
-        config |= ConnectionWatch("consumer", options.kafka, self._on_cut_off).config
+        self._watch = ConnectionWatch("consumer", options.kafka, self._on_cut_off)
+        config |= self._watch.config
         if logger is not None:
             config["logger"] = logger
         try:
@@ -186,6 +187,11 @@ class KafkaSource:
         )
 
     # From any thread -----------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether it was connected to any broker a few seconds ago."""
+        return self._watch.connected
 
     @property
     def held(self) -> int:

@@ -55,6 +55,11 @@ class ConnectionWatch:
         self._told = False
 
     @property
+    def connected(self) -> bool:
+        """Whether the client had a connection when it last told; for any thread to ask."""
+        return self._lost_at_s is None
+
+    @property
     def config(self) -> Config:
         """What the client has to be configured with; it must be polled."""
         interval_ms = int(LOOK_EVERY_S * 1_000)

@@ -410,6 +410,8 @@ class _Process:
         missing = ["draining"] if self._draining else []
         if not self._source.joined:
             missing.append(f"the group {self._settings.group_id} is not joined")
+        elif not self._source.connected:
+            missing.append("no connection to Kafka")
         if self._core.gauges().writing_suspended:
             missing.append("results can't be written")
         missing += filter(None, (servers.missing() for servers in self._servers.values()))

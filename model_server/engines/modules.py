@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
@@ -88,7 +89,10 @@ def _load(spec: TailSpec) -> nn.Module:
 
 
 def _with_weights(module: nn.Module, folder: Path) -> nn.Module:
-    weights = load_file(folder / "model.safetensors")
+    try:
+        weights = load_file(folder / "model.safetensors")
+    except SafetensorError as error:
+        raise ModelRefusedError(f"weights in {folder} can't be read: {error}") from error
     try:
         module.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     except RuntimeError as error:

@@ -78,6 +78,7 @@ def load_transformer(
     Raises:
         ModelRefusedError: transformers can't load it, or weights are missing.
     """
+    from safetensors import SafetensorError  # noqa: PLC0415
     from transformers import AutoConfig, AutoModel  # noqa: PLC0415 - slow to import
     from transformers.utils import logging  # noqa: PLC0415
 
@@ -97,6 +98,8 @@ def load_transformer(
             output_loading_info=True,
             **chosen,
         )
+    except SafetensorError as error:
+        raise ModelRefusedError(f"weights in {path} can't be read: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         raise ModelRefusedError(f"transformers can't load {path}: {error}") from error
     # A pooler (of BERT's next sentence task) is not read by any pooling mode.

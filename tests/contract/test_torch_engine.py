@@ -333,6 +333,13 @@ def test_missing_weights_are_refused_not_drawn_at_random(tmp_path: Path) -> None
         TorchEngine.load(options(tmp_path))
 
 
+def test_a_broken_file_of_weights_is_named(tmp_path: Path) -> None:
+    write_old_format(tmp_path, "bert")
+    (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
+    with pytest.raises(ModelRefusedError, match=f"weights in {tmp_path} can't be read"):
+        TorchEngine.load(options(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["MPNet", "T5", "Deberta"])
 def test_attention_that_knows_relative_positions_is_refused(tmp_path: Path, name: str) -> None:
     import transformers

@@ -60,7 +60,7 @@ def print_table(fired: Counter[str]) -> None:
         print(f"  {fired[name]:9}  {name}")
 
 
-def report(outcomes: Sequence[Outcome], seconds: float, first: int) -> bool:
+def report(outcomes: Sequence[Outcome], seconds: float, first: int | str) -> bool:
     """Print everything, the last line as JSON; returns whether all was well."""
     fired: Counter[str] = Counter()
     for outcome in outcomes:
@@ -103,7 +103,7 @@ def main(seeds: int, first: int | None, seed: str | None, workers: int) -> None:
     started_s = time.monotonic()
     if seed is not None:
         outcome = run_seed(seed, trace=sys.stderr)
-        sys.exit(not report([outcome], time.monotonic() - started_s, 0))
+        sys.exit(not report([outcome], time.monotonic() - started_s, seed))
     start = first_seed() if first is None else first
     outcomes = []
     for outcome in run_seeds(start, seeds, workers=workers):

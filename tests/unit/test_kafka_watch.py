@@ -41,6 +41,10 @@ class Watched:
         self.asked += 1
         return self.answers
 
+    @property
+    def connected(self) -> bool:
+        return self._watch.connected
+
     def look(self, brokers: list[tuple[str, str]], *, after_s: float = 5.0) -> list[str]:
         """Let it look, and end the question that it asks."""
         self.now_s += after_s
@@ -89,6 +93,7 @@ def test_one_that_connects_again_is_not(watched: Watched) -> None:
     for _ in range(10):
         for brokers in (LOST, LOST, LOST, KEPT):
             assert watched.look(brokers) == []
+            assert watched.connected == (brokers is KEPT)
 
 
 def test_a_process_that_was_frozen_is_asked_about_first(watched: Watched) -> None:

@@ -78,6 +78,7 @@ def test_environment_overrides_the_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("AGGREGATOR_MODELS", "{", "not JSON"),
         ("AGGREGATOR_MODELS", "minilm=", "models.minilm.servers"),
         ("AGGREGATOR_MODELS", "minilm=localhost", "not HOST:PORT"),
+        ("AGGREGATOR_MODELS", "a=localhost:1,b=localhost:2", "models are separated by ';'"),
         ("AGGREGATOR_MODELS", "a=x:1;b=y:1", "default_model is required"),
         ("AGGREGATOR_DEFAULT_MODEL", "other", "default_model 'other' is not in models"),
         ("AGGREGATOR_RESULTS_TOPIC", "queries", "must differ"),
