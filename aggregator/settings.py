@@ -79,6 +79,8 @@ HostPort = Annotated[str, AfterValidator(_host_port)]
 HostPortOrNone = Annotated[str, AfterValidator(lambda value: value and _host_port(value))]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
+Millis = Annotated[int, Field(gt=0, le=7 * 86_400_000)]
+"""Timers take no more than so long: a week is more than anybody means."""
 
 
 class ModelSettings(BaseModel):
@@ -135,9 +137,9 @@ class AggregatorSettings(BaseSettings):
     queries_topic: Topic = "queries"
     results_topic: Topic = "results"
     dlq_topic: Topic = "queries.dlq"
-    poll_records_max: Positive = 1_000
-    max_poll_interval_ms: Positive = 300_000
-    session_timeout_ms: Positive = 45_000
+    poll_records_max: Annotated[int, Field(gt=0, le=1_000_000)] = 1_000
+    max_poll_interval_ms: Millis = 300_000
+    session_timeout_ms: Millis = 45_000
     max_message_bytes: Positive = 1_048_588
     """Stands in where a topic's max.message.bytes can't be read."""
     kafka: dict[str, str | int | float | bool] = Field(default_factory=dict)
@@ -172,17 +174,17 @@ class AggregatorSettings(BaseSettings):
     # Delivery.
     delivery: Literal["at_least_once", "exactly_once"] = "at_least_once"
     """exactly_once: results and offsets as transactions; needs instance_name and real brokers."""
-    transaction_timeout_ms: Positive = 10_000
+    transaction_timeout_ms: Millis = 10_000
     """exactly_once only: an open transaction of a process that is gone is aborted after this."""
     window_records_max: Positive = 10_000
     """Per partition: records between the committed and the last admitted offset."""
     buffer_bytes_max: Positive = 268_435_456
     """Decoded records and unconfirmed results over all partitions."""
-    commit_interval_ms: Positive = 100
-    revoke_deadline_ms: Positive = 5_000
-    drain_deadline_ms: Positive = 20_000
+    commit_interval_ms: Millis = 100
+    revoke_deadline_ms: Millis = 5_000
+    drain_deadline_ms: Millis = 20_000
     """From SIGTERM to the exit, but for 3 s for the last commit and for what does not answer."""
-    sink_outage_ms_max: Positive = 300_000
+    sink_outage_ms_max: Millis = 300_000
     replay_attempts_max: Positive = 3
     """Dead letters replayed so often are refused by `aggregator dlq replay`."""
 
@@ -190,8 +192,8 @@ class AggregatorSettings(BaseSettings):
     attempts_max: Positive = 5
     lead_ms: Annotated[float, Field(ge=0)] = 3.0
     answer_grace_ms: NotNegative = 2_000
-    stream_silence_ms_max: Positive = 15_000
-    resolve_interval_ms: Positive = 5_000
+    stream_silence_ms_max: Millis = 15_000
+    resolve_interval_ms: Millis = 5_000
     """How often the names of model servers are looked up again."""
 
     # Telemetry.

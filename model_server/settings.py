@@ -76,6 +76,8 @@ def _host_port(value: str) -> str:
 HostPort = Annotated[str, AfterValidator(_host_port)]
 HostPortOrNone = Annotated[str, AfterValidator(lambda value: value and _host_port(value))]
 Positive = Annotated[int, Field(gt=0)]
+Millis = Annotated[int, Field(gt=0, le=7 * 86_400_000)]
+"""Timers take no more than so long: a week is more than anybody means."""
 NotNegative = Annotated[float, Field(ge=0)]
 
 
@@ -99,7 +101,7 @@ class SimulatedSettings(BaseModel):
     fixed_ms: NotNegative = 5.0
     slope_us_per_token: NotNegative = 10.0
     knee_tokens: Annotated[int, Field(ge=0)] = 600
-    dimensions: Positive = 384
+    dimensions: Annotated[int, Field(gt=0, le=65_536)] = 384
     matryoshka_dimensions: tuple[Positive, ...] = ()
     input_tokens_max: Annotated[int, Field(ge=4)] = 512
     prompts: dict[str, str] = {}
@@ -172,7 +174,7 @@ class ModelServerSettings(BaseSettings):
     """Of a device's memory, for weights and cache; absent: 0.8, for vllm on a CPU 0.25."""
     attention_backend: str | None = Field(default=None, min_length=1)
     """Absent: by device."""
-    engine_start_timeout_ms: Positive = 600_000
+    engine_start_timeout_ms: Millis = 600_000
 
     # Passes and requests.
     batch_tokens_target: Positive | None = None
@@ -192,8 +194,8 @@ class ModelServerSettings(BaseSettings):
     request_bytes_max: Annotated[int, Field(ge=TEXT_BYTES_MAX, le=MESSAGE_BYTES_MAX // 2)] = (
         16 * MEBIBYTE
     )
-    pass_timeout_ms: Positive = 60_000
-    drain_deadline_ms: Positive = 20_000
+    pass_timeout_ms: Millis = 60_000
+    drain_deadline_ms: Millis = 20_000
 
     # Listening and telemetry.
     grpc_listen: HostPort = "127.0.0.1:50051"

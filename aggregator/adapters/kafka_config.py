@@ -65,7 +65,8 @@ _FIXED = frozenset(
         # Keys land on the partitions on which Java clients put them.
         "partitioner",
         "partitioner_cb",
-        # A misspelt topic is an error.
+        # A misspelt topic is an error, and none is hidden.
+        "topic.blacklist",
         "allow.auto.create.topics",
         "default.topic.config",
         # Callbacks are ours; a cluster inside the process would take the records with it.

@@ -23,8 +23,8 @@ from aggregator.adapters.kafka_config import Config, KafkaOptions, admin_config
 LOOK_EVERY_S = 5.0
 """How often a client tells the states of its connections."""
 PATIENCE_S = 10.0
-"""For so long a client may go without a connection after its brokers have answered another. It
-tries again every two seconds at the latest."""
+"""For so long a client may go without a connection after its brokers have answered another, if
+they still do then. It tries again every two seconds at the latest."""
 _ANSWER_TIMEOUT_S = 5.0
 _LOG_CRITICAL = 2
 _OWN = frozenset({"logical", "internal"})
@@ -51,6 +51,10 @@ class ConnectionWatch:
         """When the client was first seen without a connection."""
         self._answered_at_s: float | None = None
         """When the brokers answered another client after that."""
+        self._confirmed = False
+        """They did so again when the patience was over."""
+        self._received: dict[str, int] = {}
+        """Responses, by broker: a short connection may have come and gone between two looks."""
         self._question: threading.Thread | None = None
         self._told = False
 
@@ -67,36 +71,47 @@ class ConnectionWatch:
 
     def look(self, statistics: str) -> None:
         """Take in the client's statistics (STATISTICS.md of librdkafka)."""
-        brokers = json.loads(statistics)["brokers"].values()
+        brokers = [b for b in json.loads(statistics)["brokers"].values() if b["source"] not in _OWN]
+        received, self._received = self._received, {b["name"]: b["rx"] for b in brokers}
+        heard = any(count > received.get(name, 0) for name, count in self._received.items())
         now_s = self._clock_s()
-        if any(b["state"] == "UP" and b["source"] not in _OWN for b in brokers):
+        if heard or any(b["state"] == "UP" for b in brokers):
             self._lost_at_s = self._answered_at_s = None
+            self._confirmed = False
         elif self._lost_at_s is None:
             self._lost_at_s = now_s
-        elif self._answered_at_s is None:
-            self._ask()
-        elif now_s - self._answered_at_s >= PATIENCE_S and not self._told:
+        elif self._confirmed:
+            self._tell(now_s - self._lost_at_s)
+        elif self._answered_at_s is None or now_s - self._answered_at_s >= PATIENCE_S:
+            self._ask(self._lost_at_s)
+
+    def _tell(self, lost_s: float) -> None:
+        if not self._told:
             self._told = True
             self._on_cut_off(
-                f"the Kafka {self._client} has had no connection for {now_s - self._lost_at_s:.0f} "
-                "s, though the brokers answer another client: it does not recover from that by "
-                "itself (librdkafka #5301)"
+                f"the Kafka {self._client} has had no connection for {lost_s:.0f} s, though the "
+                "brokers answer another client: it does not recover from that by itself "
+                "(librdkafka #5301)"
             )
 
-    def _ask(self) -> None:
+    def _ask(self, lost_at_s: float) -> None:
         """Ask the brokers with another client, on a thread: the answer may take long."""
         if self._question is None or not self._question.is_alive():
             self._question = threading.Thread(
-                target=self._wait_for_answer,
-                args=(self._lost_at_s,),
-                name="kafka-watch",
-                daemon=True,
+                target=self._wait_for_answer, args=(lost_at_s,), name="kafka-watch", daemon=True
             )
             self._question.start()
 
-    def _wait_for_answer(self, lost_at_s: float | None) -> None:
-        if brokers_answer(self._options) and self._lost_at_s == lost_at_s:
+    def _wait_for_answer(self, lost_at_s: float) -> None:
+        answered = brokers_answer(self._options)
+        if self._lost_at_s != lost_at_s:
+            return  # it was connected meanwhile
+        if not answered:
+            self._answered_at_s = None
+        elif self._answered_at_s is None:
             self._answered_at_s = self._clock_s()
+        else:
+            self._confirmed = True
 
 
 def brokers_answer(options: KafkaOptions) -> bool:

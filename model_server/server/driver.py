@@ -293,7 +293,8 @@ class Driver:
         state.inputs_max = limits.inputs_max
         state.request_bytes_max = limits.request_bytes_max
         state.busy_ms = scheduler.busy_ms(time.monotonic_ns())
-        state.queued_tokens = scheduler.queued_tokens
+        # Else a server whose tokenizer is behind would call itself idle, with requests it holds.
+        state.queued_tokens = scheduler.queued_tokens + self._tokenizing.waiting_tokens
         state.draining = self._phase in (Phase.DRAINING, Phase.STOPPED)
 
     def announcement_written(self, pass_id: int) -> None:

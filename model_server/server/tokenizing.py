@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 UNTOKENIZED_BYTES_MAX = 64 * 1024 * 1024
 """Of text, over all callers; each may have one request more."""
+BYTES_PER_TOKEN = 4
 AHEAD_BYTES_MAX = 32 * 1024
 """Of text that the thread is given besides what it works on: some milliseconds of work."""
 
@@ -66,6 +67,11 @@ class Tokenizing:
     def waiting(self) -> int:
         """Requests that the thread has not been given."""
         return len(self._interactive) + len(self._bulk)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """About how many tokens the thread has not been given, by the length of their texts."""
+        return (self._bytes - self._worker_bytes) // BYTES_PER_TOKEN + self.waiting
 
     def add(
         self,

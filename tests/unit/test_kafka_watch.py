@@ -27,7 +27,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         self.answers = True
-        self.asked = 0
+        self.asked = self.received = 0
         self.told: list[str] = []
         monkeypatch.setattr(kafka_watch, "brokers_answer", self._answer)
         self._watch = ConnectionWatch(
@@ -45,10 +45,16 @@ class Watched:
     def connected(self) -> bool:
         return self._watch.connected
 
-    def look(self, brokers: list[tuple[str, str]], *, after_s: float = 5.0) -> list[str]:
+    def look(
+        self, brokers: list[tuple[str, str]], *, after_s: float = 5.0, received: int = 0
+    ) -> list[str]:
         """Let it look, and end the question that it asks."""
         self.now_s += after_s
-        states = {str(i): {"source": s, "state": state} for i, (s, state) in enumerate(brokers)}
+        self.received += received
+        states = {
+            str(i): {"name": str(i), "source": source, "state": state, "rx": self.received}
+            for i, (source, state) in enumerate(brokers)
+        }
         self._watch.look(json.dumps({"brokers": states}))
         if self._watch._question is not None:
             self._watch._question.join()
@@ -67,14 +73,15 @@ def test_a_client_without_a_connection_is_cut_off_when_others_are_answered(
     assert watched.asked == 0
     assert watched.look(LOST) == []  # they are asked, and answer
     assert watched.look(LOST) == []
+    assert watched.look(LOST) == []  # and again
     (message,) = watched.look(LOST)
-    assert message.startswith("the Kafka consumer has had no connection for 15 s")
+    assert message.startswith("the Kafka consumer has had no connection for 20 s")
     assert watched.look(LOST) == [message]
-    assert watched.asked == 1
+    assert watched.asked == 2
 
 
 def test_one_that_has_no_broker_at_all_is_so_too(watched: Watched) -> None:
-    for _ in range(4):
+    for _ in range(5):
         watched.look([COORDINATOR])
     assert watched.told
 
@@ -85,8 +92,20 @@ def test_while_no_broker_answers_anybody_it_is_an_outage(watched: Watched) -> No
         assert watched.look(LOST) == []
     assert watched.asked == 99
     watched.answers = True
-    assert watched.look(LOST) == watched.look(LOST) == []
+    assert watched.look(LOST) == watched.look(LOST) == watched.look(LOST) == []
     assert watched.look(LOST)
+
+
+def test_brokers_that_answer_now_and_then_are_an_outage_too(watched: Watched) -> None:
+    for number in range(100):
+        watched.answers = number % 3 == 0
+        assert watched.look(LOST) == []
+
+
+def test_a_connection_between_two_looks_counts(watched: Watched) -> None:
+    for _ in range(10):
+        for received in (0, 0, 0, 1):
+            assert watched.look(LOST, received=received) == []
 
 
 def test_one_that_connects_again_is_not(watched: Watched) -> None:

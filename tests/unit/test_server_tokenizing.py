@@ -177,3 +177,14 @@ def test_too_much_text_is_told_and_so_is_room(
     assert world.rooms == 1
     world.work()
     assert world.rooms == 1
+
+
+def test_what_waits_is_told_in_tokens_by_its_length(world: World) -> None:
+    """Else a server would seem idle that is behind with others' texts."""
+    world.add(1)
+    assert world.tokenizing.waiting_tokens == 0  # the thread has it
+    world.add(2)
+    world.add(3, size_bytes=0)
+    assert world.tokenizing.waiting_tokens >= LONG // tokenizing.BYTES_PER_TOKEN
+    world.work()
+    assert world.tokenizing.waiting_tokens == 0

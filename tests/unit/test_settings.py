@@ -77,6 +77,8 @@ def test_environment_overrides_the_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("AGGREGATOR_MODELS", "minilm", "neither JSON nor NAME=HOST:PORT"),
         ("AGGREGATOR_MODELS", "{", "not JSON"),
         ("AGGREGATOR_MODELS", "minilm=", "models.minilm.servers"),
+        ("AGGREGATOR_POLL_RECORDS_MAX", "2000000", "less than or equal to 1000000"),
+        ("AGGREGATOR_DRAIN_DEADLINE_MS", "9" * 15, "less than or equal to 604800000"),
         ("AGGREGATOR_MODELS", "minilm=localhost", "not HOST:PORT"),
         ("AGGREGATOR_MODELS", "a=localhost:1,b=localhost:2", "models are separated by ';'"),
         ("AGGREGATOR_MODELS", "a=x:1;b=y:1", "default_model is required"),
