@@ -302,6 +302,7 @@ def test_revoke_gives_up_at_its_deadline(world: World) -> None:
 def lent(world: World, topic: str, source: Source, told: Told) -> Tp:
     """Let a second member have a partition and leave; returns which, once it is back."""
     second, told_second = join_second(world, topic, told)
+    revoking: PartitionsRevoking
     (revoking,) = told.of(PartitionsRevoking)
     (tp,) = revoking.partitions
     first_epoch = told.epochs[tp]
