@@ -404,7 +404,9 @@ class Aggregator:
                 Release(revoke_id=rendezvous.revoke_id, abandoned=rendezvous.abandoned)
             )
             return
-        self._halt(Halt(exit_code=0, message="drained", abandoned=rendezvous.abandoned))
+        # Revokes that are still waiting will not be released any more.
+        abandoned = rendezvous.abandoned + sum(other.abandoned for other in self._rendezvous)
+        self._halt(Halt(exit_code=0, message="drained", abandoned=abandoned))
 
     def _give_up(self, ledgers: Sequence[Ledger]) -> None:
         for ledger in list(ledgers):

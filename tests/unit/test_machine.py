@@ -399,6 +399,20 @@ class TestDrain:
         [halt] = of(effects, fx.Halt)
         assert (halt.exit_code, halt.abandoned) == (0, 1)
 
+    def test_what_a_revoke_gave_up_is_told_at_the_halt_that_overtakes_it(
+        self, bench: Bench
+    ) -> None:
+        done, stuck = make_query(0, failure=TEXT_MISSING), make_query(1)
+        bench.poll(done, stuck)
+        bench.durable([done])
+        bench.feed(ev.PartitionsRevoking(revoke_id=1, partitions=[TP]))
+        bench.feed(ev.StopRequested())
+        bench.tick(20_001)  # both deadlines at once, as after a freeze; no commit is answered
+        effects = bench.tick(1_001)
+        assert not of(effects, fx.Release)
+        [halt] = of(effects, fx.Halt)
+        assert (halt.exit_code, halt.abandoned) == (0, 1)
+
     def test_partitions_that_come_during_the_drain_are_left_alone(self, bench: Bench) -> None:
         late = ("queries", 7)
         [claim] = of(bench.poll(make_query(0)), fx.Dispatch)
