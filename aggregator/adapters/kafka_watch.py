@@ -2,8 +2,8 @@
 
 Owns: when a client is called cut off. A broker that has just been restarted may answer a question
 for metadata with topics and no brokers; librdkafka then forgets all of its own, the addresses that
-it was started with too, and connects to nothing any more (its issue 5301, since 2.12, open in
-2.16). Nothing that is called on such a client helps, so the process has to end and be started
+it was started with too, and connects to nothing any more (its issue 5301, reported of 2.13, seen
+with 2.16). Nothing that is called on such a client helps, so the process has to end and be started
 again. Must not know whose client it watches, nor what its end means.
 """
 
